@@ -1,0 +1,365 @@
+//! What names a chunk: the namespace, in which every field is tagged, and the chain hash.
+//!
+//! One text form serves for index, logs, file names and remote keys alike:
+//!
+//! ```text
+//! model=m%2Fx@world=1@worker=0@dtype=bfloat16@fact.chunk_size=256@tag.team=s:a@hash=<64 hex>[@layer=3]
+//! ```
+//!
+//! Every value is percent-encoded outside `A-Z a-z 0-9 . _ -`, facts and tags are sorted by name, and
+//! the reader accepts only what the writer would write; so the form is injective and parses back.
+
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::fmt::Write as _;
+
+use crate::error::CoreError;
+use crate::hash::ChunkHash;
+
+/// A namespace's number within one index. Numbers are never used twice.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct NamespaceId(pub u32);
+
+/// The value of a request tag; kinds are told apart (`3` is not `"3"`).
+#[derive(Debug, Clone, PartialEq)]
+pub enum TagValue {
+    /// `None`.
+    Null,
+    /// `bool`.
+    Bool(bool),
+    /// `int`.
+    Int(i64),
+    /// `float`, never NaN.
+    Float(f64),
+    /// `str`.
+    Text(String),
+}
+
+/// Everything but the tokens that decides a chunk's bytes.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Namespace {
+    /// Name of the model.
+    pub model_name: String,
+    /// Ranks among which the KV is split.
+    pub world_size: u32,
+    /// The rank that holds this part.
+    pub worker_id: u32,
+    /// Resolved element type of the KV, never `auto`.
+    pub kv_dtype: String,
+    /// Further facts about model, engine and stored form, by name.
+    pub facts: BTreeMap<String, String>,
+    /// Tags of the request, by name.
+    pub tags: BTreeMap<String, TagValue>,
+}
+
+impl Namespace {
+    /// The canonical text form, without a hash.
+    pub fn to_text(&self) -> String {
+        let mut text = String::from("model=");
+        encode(&mut text, &self.model_name);
+        let _ = write!(
+            text,
+            "@world={}@worker={}@dtype=",
+            self.world_size, self.worker_id
+        );
+        encode(&mut text, &self.kv_dtype);
+        for (name, value) in &self.facts {
+            text.push_str("@fact.");
+            encode(&mut text, name);
+            text.push('=');
+            encode(&mut text, value);
+        }
+        for (name, value) in &self.tags {
+            text.push_str("@tag.");
+            encode(&mut text, name);
+            text.push('=');
+            match value {
+                TagValue::Null => text.push('n'),
+                TagValue::Bool(value) => text.push_str(if *value { "b:1" } else { "b:0" }),
+                TagValue::Int(value) => {
+                    let _ = write!(text, "i:{value}");
+                }
+                TagValue::Float(value) => {
+                    let _ = write!(text, "f:{:016x}", value.to_bits());
+                }
+                TagValue::Text(value) => {
+                    text.push_str("s:");
+                    encode(&mut text, value);
+                }
+            }
+        }
+        text
+    }
+}
+
+/// A chunk's whole key; with `layer_id`, an address into the chunk.
+#[derive(Debug, Clone, PartialEq)]
+pub struct CacheEngineKey {
+    /// Everything but the tokens.
+    pub namespace: Namespace,
+    /// The tokens, and all tokens before them.
+    pub chunk_hash: ChunkHash,
+    /// The layer, for a key that names one layer of the chunk.
+    pub layer_id: Option<u32>,
+}
+
+impl CacheEngineKey {
+    /// The canonical text form.
+    pub fn to_text(&self) -> String {
+        let mut text = self.namespace.to_text();
+        let _ = write!(text, "@hash={}", self.chunk_hash.to_hex());
+        if let Some(layer) = self.layer_id {
+            let _ = write!(text, "@layer={layer}");
+        }
+        text
+    }
+
+    /// Reads the canonical text form; anything that [`CacheEngineKey::to_text`] would not write is an error.
+    pub fn parse(text: &str) -> Result<Self, CoreError> {
+        let fail = |reason| CoreError::KeySyntax {
+            key: text.chars().take(120).collect(),
+            reason,
+        };
+        let key = parse_fields(text).map_err(fail)?;
+        if key.to_text() != text {
+            return Err(fail("it is not in canonical form"));
+        }
+        Ok(key)
+    }
+}
+
+fn parse_fields(text: &str) -> Result<CacheEngineKey, &'static str> {
+    let mut fields = text
+        .split('@')
+        .map(|field| field.split_once('=').ok_or("a field has no '='"));
+    let mut next = |tag: &str| match fields.next() {
+        Some(Ok((found, value))) if found == tag => Ok(value),
+        _ => Err("it must begin with model, world, worker, dtype"),
+    };
+    let model_name = decode(next("model")?)?;
+    let world_size = number(next("world")?)?;
+    let worker_id = number(next("worker")?)?;
+    let kv_dtype = decode(next("dtype")?)?;
+    let (mut facts, mut tags) = (BTreeMap::new(), BTreeMap::new());
+    let (mut chunk_hash, mut layer_id) = (None, None);
+    for field in fields {
+        let (tag, value) = field?;
+        if let Some(name) = tag.strip_prefix("fact.") {
+            facts.insert(decode(name)?, decode(value)?);
+        } else if let Some(name) = tag.strip_prefix("tag.") {
+            tags.insert(decode(name)?, tag_value(value)?);
+        } else if tag == "hash" {
+            chunk_hash = Some(ChunkHash::from_hex(value).ok_or("hash is not 64 hex digits")?);
+        } else if tag == "layer" {
+            layer_id = Some(number(value)?);
+        } else {
+            return Err("a field is unknown");
+        }
+    }
+    Ok(CacheEngineKey {
+        namespace: Namespace {
+            model_name,
+            world_size,
+            worker_id,
+            kv_dtype,
+            facts,
+            tags,
+        },
+        chunk_hash: chunk_hash.ok_or("it has no hash")?,
+        layer_id,
+    })
+}
+
+fn tag_value(text: &str) -> Result<TagValue, &'static str> {
+    let bad = "a tag's value is malformed";
+    Ok(match text.split_once(':') {
+        None if text == "n" => TagValue::Null,
+        Some(("b", "1")) => TagValue::Bool(true),
+        Some(("b", "0")) => TagValue::Bool(false),
+        Some(("i", value)) => TagValue::Int(value.parse().map_err(|_| bad)?),
+        Some(("f", bits)) => TagValue::Float(f64::from_bits(
+            u64::from_str_radix(bits, 16).map_err(|_| bad)?,
+        )),
+        Some(("s", value)) => TagValue::Text(decode(value)?),
+        _ => return Err(bad),
+    })
+}
+
+fn number(text: &str) -> Result<u32, &'static str> {
+    text.parse().map_err(|_| "a number is malformed")
+}
+
+fn encode(out: &mut String, value: &str) {
+    for byte in value.bytes() {
+        if byte.is_ascii_alphanumeric() || matches!(byte, b'.' | b'_' | b'-') {
+            out.push(char::from(byte));
+        } else {
+            let _ = write!(out, "%{byte:02X}");
+        }
+    }
+}
+
+fn decode(text: &str) -> Result<String, &'static str> {
+    let bad = "a percent escape is malformed";
+    let mut bytes = Vec::with_capacity(text.len());
+    let mut rest = text.bytes();
+    while let Some(byte) = rest.next() {
+        if byte != b'%' {
+            bytes.push(byte);
+            continue;
+        }
+        let mut digit = || {
+            rest.next()
+                .and_then(|digit| char::from(digit).to_digit(16))
+                .ok_or(bad)
+        };
+        bytes.push((digit()? * 16 + digit()?) as u8);
+    }
+    String::from_utf8(bytes).map_err(|_| "a value is not UTF-8")
+}
+
+/// Gives namespaces their numbers within one index.
+#[derive(Debug, Default)]
+pub struct Namespaces {
+    ids: HashMap<Box<str>, NamespaceId>,
+    next: u32,
+}
+
+/// Namespaces kept before those without entries are forgotten.
+const MAX_IDLE_NAMESPACES: usize = 4096;
+
+impl Namespaces {
+    /// The number of a namespace, if it has one.
+    pub fn get(&self, text: &str) -> Option<NamespaceId> {
+        self.ids.get(text).copied()
+    }
+
+    /// The number of a namespace, new if need be. `None` once all 2^32 have been given out.
+    pub fn intern(&mut self, text: &str) -> Option<NamespaceId> {
+        if let Some(id) = self.get(text) {
+            return Some(id);
+        }
+        let id = NamespaceId(self.next);
+        self.next = self.next.checked_add(1)?;
+        self.ids.insert(text.into(), id);
+        Some(id)
+    }
+
+    /// Whether it is time for [`Namespaces::forget_all_but`]: requests may carry any number of tags.
+    pub fn is_crowded(&self) -> bool {
+        self.ids.len() > MAX_IDLE_NAMESPACES
+    }
+
+    /// Forgets every namespace that is not in use.
+    pub fn forget_all_but(&mut self, in_use: &HashSet<NamespaceId>) {
+        self.ids.retain(|_, id| in_use.contains(id));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn tag() -> impl Strategy<Value = TagValue> {
+        prop_oneof![
+            Just(TagValue::Null),
+            any::<bool>().prop_map(TagValue::Bool),
+            any::<i64>().prop_map(TagValue::Int),
+            any::<f64>()
+                .prop_filter("NaN", |value| !value.is_nan())
+                .prop_map(TagValue::Float),
+            ".*".prop_map(TagValue::Text),
+        ]
+    }
+
+    fn text() -> impl Strategy<Value = String> {
+        prop_oneof![".*", "[/@%=:_.-]{0,8}", "[a-b%2F]{0,6}"]
+    }
+
+    prop_compose! {
+        fn key()(
+            model_name in text(), world_size in any::<u32>(), worker_id in any::<u32>(), kv_dtype in text(),
+            facts in proptest::collection::btree_map(text(), text(), 0..4),
+            tags in proptest::collection::btree_map(text(), tag(), 0..4),
+            hash in any::<[u8; 32]>(), layer_id in any::<Option<u32>>(),
+        ) -> CacheEngineKey {
+            CacheEngineKey {
+                namespace: Namespace { model_name, world_size, worker_id, kv_dtype, facts, tags },
+                chunk_hash: ChunkHash(hash),
+                layer_id,
+            }
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn keys_round_trip(key in key()) {
+            prop_assert_eq!(CacheEngineKey::parse(&key.to_text()), Ok(key));
+        }
+
+        #[test]
+        fn different_keys_have_different_texts(a in key(), b in key()) {
+            prop_assert_eq!(a == b, a.to_text() == b.to_text());
+        }
+
+        #[test]
+        fn reading_any_text_never_panics_and_accepts_only_canonical_forms(text in ".*") {
+            if let Ok(key) = CacheEngineKey::parse(&text) {
+                prop_assert_eq!(key.to_text(), text);
+            }
+        }
+
+        #[test]
+        fn a_damaged_key_is_refused_or_another_key(key in key(), at in any::<usize>(), to in any::<char>()) {
+            let text = key.to_text();
+            let mut chars: Vec<char> = text.chars().collect();
+            let at = at % chars.len();
+            prop_assume!(chars[at] != to);
+            chars[at] = to;
+            let damaged: String = chars.into_iter().collect();
+            prop_assert_ne!(CacheEngineKey::parse(&damaged).ok(), Some(key));
+        }
+    }
+
+    #[test]
+    fn long_and_strange_model_names_stay_apart() {
+        let names = [
+            "a/b",
+            "a-b",
+            "a%2Fb",
+            "a--b",
+            "a__b",
+            "A/b",
+            "a@b",
+            "é",
+            "e\u{301}",
+            &"x".repeat(300),
+        ];
+        let texts: HashSet<String> = names
+            .iter()
+            .map(|name| {
+                Namespace {
+                    model_name: (*name).into(),
+                    world_size: 1,
+                    worker_id: 0,
+                    kv_dtype: "float32".into(),
+                    facts: BTreeMap::new(),
+                    tags: BTreeMap::new(),
+                }
+                .to_text()
+            })
+            .collect();
+        assert_eq!(texts.len(), names.len());
+    }
+
+    #[test]
+    fn namespace_numbers_are_never_used_twice() {
+        let mut namespaces = Namespaces::default();
+        let first = namespaces.intern("a").expect("room");
+        assert_eq!(namespaces.intern("a"), Some(first));
+        namespaces.forget_all_but(&HashSet::new());
+        assert_eq!(namespaces.get("a"), None);
+        assert_ne!(namespaces.intern("a"), Some(first));
+    }
+}
