@@ -140,6 +140,15 @@ impl<V> HotCache<V> {
         })
     }
 
+    /// The namespaces that have entries, Pending ones included; repeated once an entry.
+    pub fn namespaces(&self) -> impl Iterator<Item = NamespaceId> {
+        let taken = self
+            .slots
+            .iter()
+            .filter(|slot| !matches!(slot.state, State::Vacant));
+        taken.map(|slot| slot.key.namespace)
+    }
+
     /// Opens a batch: entries touched from now on are safe from [`HotCache::evict`] until the next one, so
     /// a prompt larger than the pool never evicts its own beginning.
     pub fn begin_batch(&mut self) {

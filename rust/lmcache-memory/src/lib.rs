@@ -1,0 +1,9 @@
+//! Host bytes and their lifetime, and the L1 store under one lock.
+//!
+//! [`region::Region`] owns the memory, [`object`] says who may write or read a piece of it, and
+//! [`local_cpu::LocalCpu`] is the store: index, free extents and leases behind one mutex, with batched verbs.
+
+pub mod error;
+pub mod local_cpu;
+pub mod object;
+pub mod region;

@@ -1,0 +1,810 @@
+//! L1: the store in host memory.
+//!
+//! Index, free extents and leases lie behind one mutex, taken once per batched verb. Nothing is freed,
+//! logged or called back under it: handles to drop are moved out and dropped after. The only lock taken
+//! inside it is the short list of returned extents.
+//!
+//! A lease is a held [`MemoryObj`]. Those of a lookup wait here under the lookup's id until they are taken,
+//! released or past their deadline; together they hold at most half of the pool, so that requests which
+//! only wait can never starve those that store.
+
+use std::collections::{HashMap, HashSet};
+use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
+
+use lmcache_core::extent::{Extent, Extents};
+use lmcache_core::hash::ChunkHash;
+use lmcache_core::hot_cache::{HotCache, IndexKey, Reservation, Reserve};
+use lmcache_core::key::{NamespaceId, Namespaces};
+use parking_lot::Mutex;
+
+use crate::error::MemoryError;
+use crate::object::{Bank, ChunkMut, MemoryObj};
+use crate::region::{PAGE_BYTES, Region};
+
+/// The L1 store. Clones share it.
+#[derive(Debug, Clone)]
+pub struct LocalCpu(Arc<Shared>);
+
+#[derive(Debug)]
+pub(crate) struct Shared {
+    bank: Arc<Bank>,
+    capacity: u64,
+    lease: Duration,
+    state: Mutex<State>,
+}
+
+#[derive(Debug)]
+struct State {
+    open: bool,
+    extents: Extents,
+    index: HotCache<MemoryObj>,
+    namespaces: Namespaces,
+    leases: HashMap<Box<str>, Lease>,
+    /// No lease ends before this; `None` if there is none.
+    next_expiry: Option<Instant>,
+    /// Distinct bytes held by leases that wait.
+    waiting_bytes: u64,
+    pending_bytes: u64,
+    evicted_chunks: u64,
+}
+
+#[derive(Debug)]
+struct Lease {
+    objects: Vec<MemoryObj>,
+    expires: Instant,
+}
+
+/// Withdraws a reservation whose chunk is dropped before it is committed.
+#[derive(Debug)]
+pub(crate) struct Ticket {
+    store: Weak<Shared>,
+    pub(crate) key: IndexKey,
+    reservation: Option<Reservation>,
+    bytes: u64,
+}
+
+impl Drop for Ticket {
+    fn drop(&mut self) {
+        if let Some(reservation) = self.reservation.take()
+            && let Some(store) = self.store.upgrade()
+        {
+            let mut state = store.state.lock();
+            state.pending_bytes -= self.bytes;
+            state.index.abandon(reservation);
+        }
+    }
+}
+
+/// What [`LocalCpu::reserve`] gave.
+#[derive(Debug, Default)]
+pub struct Reserved {
+    /// The chunks to write, each with its position among the hashes asked for.
+    pub chunks: Vec<(usize, ChunkMut)>,
+    /// Chunks that were there already, or are being written by somebody else.
+    pub num_known: usize,
+    /// Where memory ended: this chunk and all after it got no place.
+    pub stopped_at: Option<usize>,
+}
+
+/// What [`LocalCpu::lookup`] found.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Hit {
+    /// Chunks of the longest prefix that is stored, and leased from now on.
+    pub num_chunks: usize,
+    /// How long the lease holds from now; zero when nothing is leased.
+    pub lease: Duration,
+}
+
+/// The books, walked entry by entry; see [`LocalCpu::audit`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Audit {
+    /// Bytes of the pool.
+    pub capacity_bytes: u64,
+    /// Sum over the free extents.
+    pub free_bytes: u64,
+    /// Sum over the published entries.
+    pub cached_bytes: u64,
+    /// Sum over the entries being written.
+    pub reserved_bytes: u64,
+    /// Sum over the published entries that somebody besides the index holds.
+    pub leased_bytes: u64,
+    /// Lookups whose leases wait here.
+    pub num_leases: usize,
+    /// Published entries.
+    pub num_chunks: usize,
+    /// Entries evicted since the start.
+    pub evicted_chunks: u64,
+}
+
+impl LocalCpu {
+    /// Maps a pool of `capacity` bytes (rounded down to pages); lookups lease for `lease`.
+    pub fn new(capacity: u64, lease: Duration) -> Result<Self, MemoryError> {
+        let region = Region::new(capacity)?;
+        let extents = Extents::new(region.len() as u64, PAGE_BYTES as u64);
+        let state = State {
+            open: true,
+            extents,
+            index: HotCache::new(),
+            namespaces: Namespaces::default(),
+            leases: HashMap::new(),
+            next_expiry: None,
+            waiting_bytes: 0,
+            pending_bytes: 0,
+            evicted_chunks: 0,
+        };
+        let shared = Shared {
+            capacity: region.len() as u64,
+            bank: Arc::new(Bank::new(region)),
+            lease,
+            state: Mutex::new(state),
+        };
+        Ok(Self(Arc::new(shared)))
+    }
+
+    /// Bytes of the pool.
+    pub fn capacity_bytes(&self) -> u64 {
+        self.0.capacity
+    }
+
+    /// Makes room for those of the chunks that are neither stored nor being written.
+    ///
+    /// `hashes` is the prompt's chain from its first chunk on: all of it counts as used, and none of it is
+    /// evicted to make room for the rest. Chunk `i` needs `len_of(i)` bytes. Chunks are served in order up
+    /// to where memory ends, which is a success.
+    pub fn reserve(
+        &self,
+        namespace: &str,
+        hashes: &[ChunkHash],
+        len_of: impl Fn(usize) -> usize,
+    ) -> Reserved {
+        let mut garbage = Vec::new();
+        let mut reserved = Reserved::default();
+        let mut state = self.0.state.lock();
+        state.settle(&self.0.bank, Instant::now(), &mut garbage);
+        let id = state.open.then(|| state.intern(namespace)).flatten();
+        let Some(id) = id else {
+            drop(state);
+            reserved.stopped_at = Some(0);
+            return reserved;
+        };
+        state.index.begin_batch();
+        state.index.touch(id, hashes);
+        for (position, &hash) in hashes.iter().enumerate() {
+            let key = IndexKey {
+                namespace: id,
+                hash,
+            };
+            let Reserve::New(reservation) = state.index.reserve(key) else {
+                reserved.num_known += 1;
+                continue;
+            };
+            let len = len_of(position);
+            let Some(extent) = state.alloc(len as u64) else {
+                state.index.abandon(reservation);
+                reserved.stopped_at = Some(position);
+                break;
+            };
+            state.pending_bytes += extent.len;
+            let store = Arc::downgrade(&self.0);
+            let ticket = Ticket {
+                store,
+                key,
+                reservation: Some(reservation),
+                bytes: extent.len,
+            };
+            let chunk = ChunkMut::new(Arc::clone(&self.0.bank), extent, len, Some(ticket));
+            reserved.chunks.push((position, chunk));
+        }
+        if reserved.chunks.is_empty() {
+            state.index.touch(id, hashes);
+        }
+        drop(state);
+        drop(garbage);
+        reserved
+    }
+
+    /// Publishes written chunks: from here on they are found. `hashes` is the chain they belong to, whose
+    /// recency is refreshed from its tail to its head.
+    pub fn commit(&self, namespace: &str, hashes: &[ChunkHash], chunks: Vec<ChunkMut>) {
+        let sealed: Vec<_> = chunks.into_iter().map(ChunkMut::seal_reserved).collect();
+        let mut withdrawn = Vec::new();
+        let mut state = self.0.state.lock();
+        for (mut ticket, object) in sealed {
+            let own = |ticket: &Ticket| std::ptr::eq(ticket.store.as_ptr(), Arc::as_ptr(&self.0));
+            let publishable = ticket.as_mut().filter(|ticket| own(ticket) && state.open);
+            match publishable.and_then(|ticket| ticket.reservation.take()) {
+                Some(reservation) => {
+                    state.pending_bytes -= object.extent().len;
+                    state.index.publish(reservation, object);
+                }
+                None => withdrawn.push((ticket, object)),
+            }
+        }
+        if let Some(id) = state.namespaces.get(namespace) {
+            state.index.touch(id, hashes);
+        }
+        drop(state);
+        drop(withdrawn);
+    }
+
+    /// Memory for chunks that have no key yet: `lens` bytes each, all of them or none.
+    pub fn allocate(&self, lens: &[usize]) -> Option<Vec<ChunkMut>> {
+        let mut garbage = Vec::new();
+        let mut chunks = Vec::with_capacity(lens.len());
+        let mut state = self.0.state.lock();
+        state.settle(&self.0.bank, Instant::now(), &mut garbage);
+        state.index.begin_batch();
+        for &len in lens {
+            let Some(extent) = state.open.then(|| state.alloc(len as u64)).flatten() else {
+                break;
+            };
+            chunks.push(ChunkMut::new(Arc::clone(&self.0.bank), extent, len, None));
+        }
+        drop(state);
+        (chunks.len() == lens.len()).then_some(chunks)
+    }
+
+    /// Publishes a chunk that [`LocalCpu::allocate`] gave. A key that is known already keeps its bytes and
+    /// only counts as used. Whether the chunk went in.
+    pub fn put(&self, namespace: &str, hash: ChunkHash, chunk: ChunkMut) -> bool {
+        let mut state = self.0.state.lock();
+        let id = state.open.then(|| state.intern(namespace)).flatten();
+        let key = id.map(|id| IndexKey {
+            namespace: id,
+            hash,
+        });
+        let reserved = key.map(|key| (key, state.index.reserve(key)));
+        if let Some((key, Reserve::New(reservation))) = reserved {
+            let object = chunk.seal(Some(key));
+            state.index.publish(reservation, object);
+            return true;
+        }
+        drop(state);
+        drop(chunk);
+        false
+    }
+
+    /// Finds the longest stored prefix and leases it under `lookup_id`, in place of what that id held before.
+    ///
+    /// The answer is shorter than what is stored where a longer one would let waiting requests hold more
+    /// than half of the pool.
+    pub fn lookup(&self, lookup_id: &str, namespace: &str, hashes: &[ChunkHash]) -> Hit {
+        let now = Instant::now();
+        let mut garbage = Vec::new();
+        let mut state = self.0.state.lock();
+        state.settle(&self.0.bank, now, &mut garbage);
+        state.end_lease(lookup_id, &mut garbage);
+        let mut hit = Hit {
+            num_chunks: 0,
+            lease: Duration::ZERO,
+        };
+        if let Some(id) = state.namespaces.get(namespace).filter(|_| state.open) {
+            let mut objects = Vec::with_capacity(hashes.len());
+            let mut held = state.waiting_bytes;
+            let limit = self.0.capacity / 2;
+            hit.num_chunks = state.index.longest_prefix(id, hashes, |object| {
+                let more = if object.is_waited_for() {
+                    0
+                } else {
+                    object.extent_bytes()
+                };
+                // A pool of one chunk must still be able to answer.
+                if held > 0 && held + more > limit && more > 0 {
+                    return false;
+                }
+                held += more;
+                object.begin_waiting();
+                objects.push(object.clone());
+                true
+            });
+            if !objects.is_empty() {
+                hit.lease = self.0.lease;
+                let expires = now + self.0.lease;
+                state.waiting_bytes = held;
+                state.next_expiry =
+                    Some(state.next_expiry.map_or(expires, |next| next.min(expires)));
+                state
+                    .leases
+                    .insert(lookup_id.into(), Lease { objects, expires });
+            }
+        }
+        drop(state);
+        drop(garbage);
+        hit
+    }
+
+    /// Takes what `lookup_id` leases, as far as it is the chain `hashes`; what the lease does not cover is
+    /// taken from the index. Ends at the first chunk that is in neither.
+    pub fn take(&self, lookup_id: &str, namespace: &str, hashes: &[ChunkHash]) -> Vec<MemoryObj> {
+        let mut garbage = Vec::new();
+        let mut taken = Vec::with_capacity(hashes.len());
+        let mut state = self.0.state.lock();
+        state.end_lease(lookup_id, &mut garbage);
+        if let Some(id) = state.namespaces.get(namespace).filter(|_| state.open) {
+            for (position, &hash) in hashes.iter().enumerate() {
+                let key = IndexKey {
+                    namespace: id,
+                    hash,
+                };
+                let leased = garbage
+                    .get(position)
+                    .filter(|object| object.key() == Some(&key));
+                match leased.or_else(|| state.index.peek(&key)) {
+                    Some(object) => taken.push(object.clone()),
+                    None => break,
+                }
+            }
+        }
+        drop(state);
+        drop(garbage);
+        taken
+    }
+
+    /// Gives back what `lookup_id` leases. Whether it leased anything.
+    pub fn release(&self, lookup_id: &str) -> bool {
+        let mut garbage = Vec::new();
+        self.0.state.lock().end_lease(lookup_id, &mut garbage)
+    }
+
+    /// Length of the longest stored prefix; nothing is leased, but it counts as used.
+    pub fn longest_prefix(&self, namespace: &str, hashes: &[ChunkHash]) -> usize {
+        let mut state = self.0.state.lock();
+        match state.namespaces.get(namespace) {
+            Some(id) if state.open => state.index.longest_prefix(id, hashes, |_| true),
+            _ => 0,
+        }
+    }
+
+    /// Removes one chunk from the index, e.g. because it could not be loaded. Whether it was there.
+    pub fn remove(&self, namespace: &str, hash: ChunkHash) -> bool {
+        let mut state = self.0.state.lock();
+        let id = state.namespaces.get(namespace);
+        let removed = id.and_then(|id| {
+            state.index.remove(&IndexKey {
+                namespace: id,
+                hash,
+            })
+        });
+        drop(state);
+        removed.is_some()
+    }
+
+    /// Removes every published chunk; leased ones live on until their last handle goes. How many there were.
+    pub fn clear(&self) -> usize {
+        let mut removed = Vec::new();
+        let mut state = self.0.state.lock();
+        state
+            .index
+            .retain(|_, _| false, |_, object| removed.push(object));
+        drop(state);
+        removed.len()
+    }
+
+    /// Empties the store for good: later calls store nothing and find nothing. Idempotent.
+    pub fn close(&self) {
+        let mut garbage = Vec::new();
+        let mut state = self.0.state.lock();
+        state.open = false;
+        state
+            .index
+            .retain(|_, _| false, |_, object| garbage.push(object));
+        let ids: Vec<Box<str>> = state.leases.keys().cloned().collect();
+        for id in ids {
+            state.end_lease(&id, &mut garbage);
+        }
+        drop(state);
+    }
+
+    /// Walks the books. O(entries): for tests and operators, not for a hot path.
+    pub fn audit(&self) -> Audit {
+        let mut garbage = Vec::new();
+        let mut state = self.0.state.lock();
+        state.settle(&self.0.bank, Instant::now(), &mut garbage);
+        drop(state);
+        drop(garbage);
+        let mut state = self.0.state.lock();
+        state.take_back(&self.0.bank);
+        let mut audit = Audit {
+            capacity_bytes: self.0.capacity,
+            free_bytes: state.extents.free_bytes(),
+            cached_bytes: 0,
+            reserved_bytes: state.pending_bytes,
+            leased_bytes: 0,
+            num_leases: state.leases.len(),
+            num_chunks: state.index.num_resident(),
+            evicted_chunks: state.evicted_chunks,
+        };
+        for (_, object) in state.index.residents() {
+            audit.cached_bytes += object.extent_bytes();
+            if object.ref_count() > 1 {
+                audit.leased_bytes += object.extent_bytes();
+            }
+        }
+        audit
+    }
+}
+
+impl State {
+    /// Brings in what happened outside: extents that came back, leases whose time is up.
+    fn settle(&mut self, bank: &Bank, now: Instant, garbage: &mut Vec<MemoryObj>) {
+        self.take_back(bank);
+        if self.next_expiry.is_none_or(|next| now < next) {
+            return;
+        }
+        let expired = self.leases.iter().filter(|(_, lease)| lease.expires <= now);
+        let expired: Vec<Box<str>> = expired.map(|(id, _)| id.clone()).collect();
+        for id in expired {
+            self.end_lease(&id, garbage);
+        }
+        self.next_expiry = self.leases.values().map(|lease| lease.expires).min();
+    }
+
+    fn take_back(&mut self, bank: &Bank) {
+        for extent in bank.take_returned() {
+            self.extents.free(extent);
+        }
+    }
+
+    fn end_lease(&mut self, lookup_id: &str, garbage: &mut Vec<MemoryObj>) -> bool {
+        let Some(lease) = self.leases.remove(lookup_id) else {
+            return false;
+        };
+        for object in &lease.objects {
+            if object.end_waiting() {
+                self.waiting_bytes -= object.extent_bytes();
+            }
+        }
+        garbage.extend(lease.objects);
+        true
+    }
+
+    fn intern(&mut self, namespace: &str) -> Option<NamespaceId> {
+        if self.namespaces.is_crowded() && self.namespaces.get(namespace).is_none() {
+            let in_use: HashSet<NamespaceId> = self.index.namespaces().collect();
+            self.namespaces.forget_all_but(&in_use);
+        }
+        self.namespaces.intern(namespace)
+    }
+
+    /// Finds room, evicting what may go; if even that does not help, everything stays.
+    fn alloc(&mut self, len: u64) -> Option<Extent> {
+        if let Some(extent) = self.extents.alloc(len) {
+            return Some(extent);
+        }
+        if self.extents.rounded(len) > self.extents.capacity() {
+            return None;
+        }
+        let mut victims: Vec<(IndexKey, MemoryObj)> = Vec::new();
+        loop {
+            let Some((key, object)) = self.index.evict(MemoryObj::is_sole_owner) else {
+                for (key, object) in victims.into_iter().rev() {
+                    self.extents.claim(object.extent());
+                    self.index.restore(key, object);
+                }
+                return None;
+            };
+            self.extents.free(object.extent());
+            victims.push((key, object));
+            if let Some(extent) = self.extents.alloc(len) {
+                self.evicted_chunks += victims.len() as u64;
+                for (_, object) in victims {
+                    object.into_extent();
+                }
+                return Some(extent);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PAGE: u64 = PAGE_BYTES as u64;
+    const LEASE: Duration = Duration::from_secs(600);
+
+    fn hashes(ids: impl IntoIterator<Item = u8>) -> Vec<ChunkHash> {
+        ids.into_iter().map(|id| ChunkHash([id; 32])).collect()
+    }
+
+    fn store_of(pages: u64) -> LocalCpu {
+        LocalCpu::new(pages * PAGE, LEASE).expect("a few pages")
+    }
+
+    /// Stores the chain and says how many chunks are new; each chunk is one page filled with its id.
+    fn store(cpu: &LocalCpu, chain: &[ChunkHash]) -> usize {
+        let mut reserved = cpu.reserve("ns", chain, |_| PAGE_BYTES);
+        for (position, chunk) in &mut reserved.chunks {
+            chunk.bytes_mut().fill(chain[*position].0[0]);
+        }
+        let chunks: Vec<_> = reserved
+            .chunks
+            .into_iter()
+            .map(|(_, chunk)| chunk)
+            .collect();
+        let stored = chunks.len();
+        cpu.commit("ns", chain, chunks);
+        stored
+    }
+
+    fn assert_books_balance(cpu: &LocalCpu) {
+        let audit = cpu.audit();
+        assert_eq!(
+            audit.free_bytes + audit.cached_bytes,
+            audit.capacity_bytes,
+            "{audit:?}"
+        );
+        assert_eq!(
+            (audit.leased_bytes, audit.reserved_bytes, audit.num_leases),
+            (0, 0, 0)
+        );
+        assert_eq!(cpu.0.state.lock().waiting_bytes, 0);
+    }
+
+    #[test]
+    fn what_was_stored_comes_back_and_twice_is_once() {
+        let cpu = store_of(8);
+        let chain = hashes(1..=4);
+        assert_eq!(store(&cpu, &chain), 4);
+        assert_eq!(store(&cpu, &chain), 0);
+        assert_eq!(cpu.lookup("r", "ns", &chain).num_chunks, 4);
+        assert_eq!(cpu.lookup("r", "other", &chain).num_chunks, 0);
+        cpu.lookup("r", "ns", &chain);
+        let objects = cpu.take("r", "ns", &chain);
+        assert_eq!(objects.len(), 4);
+        for (object, hash) in objects.iter().zip(&chain) {
+            assert!(object.bytes().iter().all(|&byte| byte == hash.0[0]));
+        }
+        drop(objects);
+        assert_books_balance(&cpu);
+    }
+
+    #[test]
+    fn an_entry_is_invisible_until_it_is_committed() {
+        let cpu = store_of(8);
+        let chain = hashes([1, 2]);
+        let reserved = cpu.reserve("ns", &chain, |_| PAGE_BYTES);
+        assert_eq!(cpu.longest_prefix("ns", &chain), 0);
+        assert_eq!(cpu.reserve("ns", &chain, |_| PAGE_BYTES).num_known, 2);
+        assert_eq!(cpu.audit().reserved_bytes, 2 * PAGE);
+        drop(reserved);
+        assert_eq!(cpu.longest_prefix("ns", &chain), 0);
+        assert_books_balance(&cpu);
+        assert_eq!(store(&cpu, &chain), 2);
+    }
+
+    #[test]
+    fn a_prompt_larger_than_the_pool_keeps_its_beginning() {
+        let cpu = store_of(4);
+        store(&cpu, &hashes(100..104));
+        let chain = hashes(1..=9);
+        let reserved = cpu.reserve("ns", &chain, |_| PAGE_BYTES);
+        assert_eq!(reserved.stopped_at, Some(4));
+        drop(reserved);
+        assert_eq!(store(&cpu, &chain), 4);
+        assert_eq!(cpu.longest_prefix("ns", &chain), 4);
+        assert_eq!(
+            store(&cpu, &chain),
+            0,
+            "asking again does not evict its own beginning"
+        );
+        assert_eq!(cpu.longest_prefix("ns", &chain), 4);
+        assert_books_balance(&cpu);
+    }
+
+    #[test]
+    fn a_suffix_is_evicted_before_its_prefix() {
+        let cpu = store_of(6);
+        let chain = hashes(1..=4);
+        for end in 1..=4 {
+            store(&cpu, &chain[..end]);
+        }
+        store(&cpu, &hashes(50..54));
+        assert_eq!(cpu.longest_prefix("ns", &chain), 2);
+    }
+
+    #[test]
+    fn evict_skips_leased_chunks() {
+        let cpu = store_of(4);
+        let old = hashes([1, 2]);
+        store(&cpu, &old);
+        assert_eq!(cpu.lookup("r", "ns", &old).num_chunks, 2);
+        assert_eq!(
+            store(&cpu, &hashes(10..14)),
+            2,
+            "only what is not leased makes room"
+        );
+        assert_eq!(cpu.longest_prefix("ns", &old), 2);
+        let held = cpu.take("r", "ns", &old);
+        assert_eq!(store(&cpu, &hashes(20..24)), 2);
+        assert!(held[0].bytes().iter().all(|&byte| byte == 1));
+        drop(held);
+        assert_eq!(store(&cpu, &hashes(30..34)), 4);
+        assert_books_balance(&cpu);
+    }
+
+    #[test]
+    fn a_repeated_lookup_renews_and_never_stacks() {
+        let cpu = store_of(8);
+        let chain = hashes(1..=3);
+        store(&cpu, &chain);
+        for _ in 0..5 {
+            assert_eq!(cpu.lookup("r", "ns", &chain).num_chunks, 3);
+        }
+        assert_eq!(cpu.audit().num_leases, 1);
+        assert!(cpu.release("r"));
+        assert!(!cpu.release("r"));
+        assert_books_balance(&cpu);
+    }
+
+    #[test]
+    fn waiting_requests_hold_at_most_half_of_the_pool() {
+        let cpu = store_of(8);
+        let (a, b) = (hashes(1..=3), hashes(11..=13));
+        store(&cpu, &a);
+        store(&cpu, &b);
+        assert_eq!(cpu.lookup("a", "ns", &a).num_chunks, 3);
+        assert_eq!(
+            cpu.lookup("a2", "ns", &a).num_chunks,
+            3,
+            "what is held already costs nothing"
+        );
+        assert_eq!(cpu.lookup("b", "ns", &b).num_chunks, 1);
+        cpu.release("a");
+        assert_eq!(
+            cpu.lookup("b", "ns", &b).num_chunks,
+            1,
+            "a2 holds the same chunks still"
+        );
+        cpu.release("a2");
+        assert_eq!(cpu.lookup("b", "ns", &b).num_chunks, 3);
+        cpu.release("b");
+        assert_books_balance(&cpu);
+    }
+
+    #[test]
+    fn a_pool_of_one_chunk_still_answers() {
+        let cpu = store_of(1);
+        let chain = hashes([1]);
+        store(&cpu, &chain);
+        assert_eq!(cpu.lookup("r", "ns", &chain).num_chunks, 1);
+    }
+
+    #[test]
+    fn leases_end_by_themselves() {
+        let cpu = LocalCpu::new(4 * PAGE, Duration::from_millis(20)).expect("pages");
+        let chain = hashes([1, 2]);
+        store(&cpu, &chain);
+        let hit = cpu.lookup("gone", "ns", &chain);
+        assert_eq!((hit.num_chunks, hit.lease), (2, Duration::from_millis(20)));
+        let deadline = Instant::now() + Duration::from_secs(10);
+        while cpu.audit().num_leases > 0 {
+            assert!(Instant::now() < deadline, "the lease outlives its deadline");
+        }
+        assert_eq!(store(&cpu, &hashes(10..14)), 4);
+        assert_books_balance(&cpu);
+    }
+
+    #[test]
+    fn a_large_chunk_evicts_as_many_small_ones_as_it_needs_or_none() {
+        let cpu = store_of(8);
+        store(&cpu, &hashes(1..=8));
+        let held = cpu.take("none", "ns", &hashes([4]));
+        let large = hashes([99]);
+        let reserved = cpu.reserve("ns", &large, |_| 5 * PAGE_BYTES);
+        assert_eq!(
+            reserved.stopped_at,
+            Some(0),
+            "no five pages in a row without the held one"
+        );
+        assert_eq!(cpu.audit().num_chunks, 8, "nothing was evicted in vain");
+        drop((held, reserved));
+        let reserved = cpu.reserve("ns", &large, |_| 5 * PAGE_BYTES);
+        assert_eq!(reserved.chunks.len(), 1);
+        let chunks: Vec<_> = reserved
+            .chunks
+            .into_iter()
+            .map(|(_, chunk)| chunk)
+            .collect();
+        cpu.commit("ns", &large, chunks);
+        assert_books_balance(&cpu);
+    }
+
+    #[test]
+    fn handles_outlive_a_clear_and_their_bytes_come_back() {
+        let cpu = store_of(4);
+        let chain = hashes([7]);
+        store(&cpu, &chain);
+        let held = cpu.take("none", "ns", &chain);
+        assert_eq!(cpu.clear(), 1);
+        assert_eq!(store(&cpu, &hashes(20..24)), 3);
+        assert!(held[0].bytes().iter().all(|&byte| byte == 7));
+        drop(held);
+        assert_books_balance(&cpu);
+    }
+
+    #[test]
+    fn a_closed_store_takes_and_gives_nothing() {
+        let cpu = store_of(4);
+        let chain = hashes([1, 2]);
+        store(&cpu, &chain);
+        cpu.lookup("r", "ns", &chain);
+        let reserved = cpu.reserve("ns", &hashes([5]), |_| PAGE_BYTES);
+        cpu.close();
+        cpu.close();
+        let chunks: Vec<_> = reserved
+            .chunks
+            .into_iter()
+            .map(|(_, chunk)| chunk)
+            .collect();
+        cpu.commit("ns", &hashes([5]), chunks);
+        assert_eq!(store(&cpu, &chain), 0);
+        assert_eq!(cpu.lookup("r", "ns", &chain).num_chunks, 0);
+        assert!(cpu.allocate(&[1]).is_none());
+        assert_books_balance(&cpu);
+    }
+
+    #[test]
+    fn allocate_is_all_or_none_and_put_of_a_known_key_keeps_the_first() {
+        let cpu = store_of(4);
+        assert!(cpu.allocate(&[PAGE_BYTES; 5]).is_none());
+        let mut chunks = cpu.allocate(&[PAGE_BYTES; 2]).expect("room");
+        let hash = hashes([9])[0];
+        for (value, mut chunk) in chunks.drain(..).enumerate() {
+            chunk.bytes_mut().fill(value as u8);
+            assert_eq!(cpu.put("ns", hash, chunk), value == 0);
+        }
+        assert!(
+            cpu.take("none", "ns", &[hash])[0]
+                .bytes()
+                .iter()
+                .all(|&byte| byte == 0)
+        );
+        assert_books_balance(&cpu);
+    }
+
+    #[test]
+    fn many_namespaces_do_not_pile_up_and_never_mix() {
+        let cpu = store_of(4);
+        let chain = hashes([1]);
+        store(&cpu, &chain);
+        for tenant in 0..10_000 {
+            let chunk = cpu.allocate(&[1]).expect("evicts");
+            let name = format!("tenant{tenant}");
+            cpu.put(&name, chain[0], chunk.into_iter().next().expect("one"));
+            assert_eq!(cpu.longest_prefix(&name, &chain), 1);
+        }
+        assert_eq!(cpu.longest_prefix("tenant0", &chain), 0);
+        assert_books_balance(&cpu);
+    }
+
+    #[test]
+    fn sixteen_threads_lose_no_byte_and_read_no_torn_one() {
+        let cpu = store_of(32);
+        std::thread::scope(|scope| {
+            for thread in 0..16u8 {
+                let cpu = cpu.clone();
+                scope.spawn(move || {
+                    for round in 0..400usize {
+                        let first = ((usize::from(thread) * 7 + round * 5) % 60) as u8;
+                        let chain = hashes(first..first + 4);
+                        let id = format!("{thread}");
+                        store(&cpu, &chain);
+                        let found = cpu.lookup(&id, "ns", &chain).num_chunks;
+                        let objects = cpu.take(&id, "ns", &chain[..found]);
+                        assert_eq!(
+                            objects.len(),
+                            found,
+                            "a positive lookup holds until it is taken"
+                        );
+                        for (object, hash) in objects.iter().zip(&chain) {
+                            assert!(object.bytes().iter().all(|&byte| byte == hash.0[0]));
+                        }
+                    }
+                });
+            }
+        });
+        assert_books_balance(&cpu);
+    }
+}

@@ -1,0 +1,218 @@
+//! Who may touch a piece of the region: a [`ChunkMut`] while it is written, [`MemoryObj`]s from then on.
+//!
+//! ```text
+//! reserve → ChunkMut (one writer, unpublished) → commit → MemoryObj (shared, immutable) → last drop → free
+//!                     └ dropped: the bytes go back, the entry was never there
+//! ```
+//!
+//! The bytes of an object go back by themselves when its last handle is dropped; there is no count to keep.
+
+use std::fmt;
+use std::slice;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use lmcache_core::extent::Extent;
+use lmcache_core::hot_cache::IndexKey;
+use parking_lot::Mutex;
+
+use crate::local_cpu::Ticket;
+use crate::region::Region;
+
+/// The region and the extents that came back since the store last looked.
+///
+/// Extents come back on a list of their own, under a lock of their own that is held for one push and
+/// taken inside no other: a handle may be dropped anywhere, by any thread.
+#[derive(Debug)]
+pub(crate) struct Bank {
+    region: Region,
+    returned: Mutex<Vec<Extent>>,
+}
+
+impl Bank {
+    pub(crate) fn new(region: Region) -> Self {
+        Self {
+            region,
+            returned: Mutex::new(Vec::new()),
+        }
+    }
+
+    pub(crate) fn take_returned(&self) -> Vec<Extent> {
+        std::mem::take(&mut *self.returned.lock())
+    }
+}
+
+/// Sole ownership of an extent; given back when dropped.
+struct Piece {
+    bank: Arc<Bank>,
+    extent: Extent,
+    len: usize,
+}
+
+impl Piece {
+    fn as_ptr(&self) -> *mut u8 {
+        debug_assert!(self.extent.offset + self.len as u64 <= self.bank.region.len() as u64);
+        // SAFETY: the store carved the extent from this region, so the offset lies inside the mapping,
+        // which `bank` keeps alive.
+        unsafe {
+            self.bank
+                .region
+                .base()
+                .as_ptr()
+                .add(self.extent.offset as usize)
+        }
+    }
+}
+
+impl Drop for Piece {
+    fn drop(&mut self) {
+        if self.extent.len > 0 {
+            self.bank.returned.lock().push(self.extent);
+        }
+    }
+}
+
+/// A chunk being written: one owner, invisible to everybody else.
+///
+/// Dropping it gives the bytes back and withdraws the reservation.
+pub struct ChunkMut {
+    // Dropped first, so that the entry is gone before its bytes are free.
+    ticket: Option<Ticket>,
+    piece: Piece,
+}
+
+impl ChunkMut {
+    pub(crate) fn new(bank: Arc<Bank>, extent: Extent, len: usize, ticket: Option<Ticket>) -> Self {
+        Self {
+            ticket,
+            piece: Piece { bank, extent, len },
+        }
+    }
+
+    /// The bytes to write.
+    pub fn bytes_mut(&mut self) -> &mut [u8] {
+        // SAFETY: the piece owns the extent alone, `&mut self` makes this borrow exclusive, and the bank
+        // keeps the mapping alive. Touched pages of a memfd are initialised memory.
+        unsafe { slice::from_raw_parts_mut(self.piece.as_ptr(), self.piece.len) }
+    }
+
+    /// Size in bytes.
+    pub fn len(&self) -> usize {
+        self.piece.len
+    }
+
+    /// Whether the chunk holds no byte.
+    pub fn is_empty(&self) -> bool {
+        self.piece.len == 0
+    }
+
+    /// Seals the bytes: from here on they are shared and never change.
+    pub(crate) fn seal(self, key: Option<IndexKey>) -> MemoryObj {
+        MemoryObj(Arc::new(Sealed {
+            piece: self.piece,
+            key,
+            waiting: AtomicU32::new(0),
+        }))
+    }
+
+    /// Seals a reserved chunk under its own key.
+    pub(crate) fn seal_reserved(mut self) -> (Option<Ticket>, MemoryObj) {
+        let ticket = self.ticket.take();
+        let key = ticket.as_ref().map(|ticket| ticket.key);
+        (ticket, self.seal(key))
+    }
+}
+
+impl fmt::Debug for ChunkMut {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ChunkMut")
+            .field("extent", &self.piece.extent)
+            .finish_non_exhaustive()
+    }
+}
+
+struct Sealed {
+    piece: Piece,
+    key: Option<IndexKey>,
+    /// Lookups that hold the object for a request not yet allocated. Only for the share such leases may
+    /// take of the pool; what may be evicted is decided by sole ownership alone.
+    waiting: AtomicU32,
+}
+
+/// A ref-counted, immutable view of a stored chunk. Holding one is a lease: the bytes stay.
+#[derive(Clone)]
+pub struct MemoryObj(Arc<Sealed>);
+
+impl MemoryObj {
+    /// The bytes.
+    pub fn bytes(&self) -> &[u8] {
+        let piece = &self.0.piece;
+        // SAFETY: sealed bytes are never written again: the only writer gave up its `ChunkMut`, and the
+        // extent goes to another one only after the last handle, this one included, is dropped.
+        unsafe { slice::from_raw_parts(piece.as_ptr(), piece.len) }
+    }
+
+    /// Size in bytes.
+    pub fn len(&self) -> usize {
+        self.0.piece.len
+    }
+
+    /// Whether the object holds no byte.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Handles that share the object now, the store's own included.
+    pub fn ref_count(&self) -> usize {
+        Arc::strong_count(&self.0)
+    }
+
+    pub(crate) fn key(&self) -> Option<&IndexKey> {
+        self.0.key.as_ref()
+    }
+
+    pub(crate) fn extent(&self) -> Extent {
+        self.0.piece.extent
+    }
+
+    /// Bytes of the region the object occupies.
+    pub(crate) fn extent_bytes(&self) -> u64 {
+        self.0.piece.extent.len
+    }
+
+    /// Whether nobody else holds the object. `Arc::get_mut`, not a count: it synchronises with the drop of
+    /// the last other handle, so that reuse of the bytes comes after every read through it.
+    pub(crate) fn is_sole_owner(&mut self) -> bool {
+        Arc::get_mut(&mut self.0).is_some()
+    }
+
+    /// Takes the extent of an object that nobody else holds.
+    pub(crate) fn into_extent(self) -> Option<Extent> {
+        let mut sealed = Arc::into_inner(self.0)?;
+        let nothing = Extent { offset: 0, len: 0 };
+        Some(std::mem::replace(&mut sealed.piece.extent, nothing))
+    }
+
+    /// Counts one more lookup that holds the object; true if it is the first.
+    pub(crate) fn begin_waiting(&self) -> bool {
+        self.0.waiting.fetch_add(1, Ordering::Relaxed) == 0
+    }
+
+    /// Counts one lookup less; true if it was the last.
+    pub(crate) fn end_waiting(&self) -> bool {
+        self.0.waiting.fetch_sub(1, Ordering::Relaxed) == 1
+    }
+
+    pub(crate) fn is_waited_for(&self) -> bool {
+        self.0.waiting.load(Ordering::Relaxed) > 0
+    }
+}
+
+impl fmt::Debug for MemoryObj {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("MemoryObj")
+            .field("extent", &self.0.piece.extent)
+            .field("key", &self.0.key)
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,210 @@
+//! One mapped piece of host memory: a memfd, shared from the start, unlinked by construction.
+//!
+//! The pages are touched in parallel when the region is made, so that no page fault meets a copy and a
+//! lack of memory shows at start-up, not in the middle of a request.
+
+use std::fs;
+use std::io;
+use std::num::NonZeroUsize;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::ptr::{self, NonNull};
+use std::thread;
+
+use crate::error::MemoryError;
+
+/// Granularity of the region and of everything carved from it, in bytes.
+pub const PAGE_BYTES: usize = 4096;
+
+const MAX_TOUCH_THREADS: usize = 8;
+
+/// A mapped, touched, shared piece of memory. Unmapped when dropped.
+#[derive(Debug)]
+pub struct Region {
+    base: NonNull<u8>,
+    len: usize,
+    /// Keeps the memory nameable for other processes of this host.
+    _fd: OwnedFd,
+}
+
+// SAFETY: the region is plain memory owned by this value. Who may touch which bytes is settled by
+// `object.rs`, which hands every extent to one owner at a time.
+unsafe impl Send for Region {}
+// SAFETY: as above; `Region` itself reads and writes no byte after construction.
+unsafe impl Sync for Region {}
+
+impl Region {
+    /// Maps `asked` bytes, rounded down to whole pages, and touches them all.
+    pub fn new(asked: u64) -> Result<Self, MemoryError> {
+        let len = (asked - asked % PAGE_BYTES as u64) as usize;
+        if len == 0 {
+            return Err(MemoryError::TooSmall { asked });
+        }
+        let available = available_bytes();
+        if available.is_some_and(|available| asked > available) {
+            return Err(MemoryError::NotEnough {
+                asked,
+                available: available.unwrap_or(0),
+            });
+        }
+        let failed = |call| {
+            move |source| MemoryError::System {
+                call,
+                asked,
+                source,
+            }
+        };
+        let fd = create_memfd(len).map_err(failed("memfd_create"))?;
+        let base = map_shared(&fd, len).map_err(failed("mmap"))?;
+        let region = Self { base, len, _fd: fd };
+        region.touch().map_err(failed("madvise"))?;
+        Ok(region)
+    }
+
+    /// Bytes in the region.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether the region holds no byte; it never does.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Address of the first byte.
+    pub fn base(&self) -> NonNull<u8> {
+        self.base
+    }
+
+    /// Makes the kernel provide every page, by several threads, each on a part of its own.
+    fn touch(&self) -> io::Result<()> {
+        let threads = thread::available_parallelism()
+            .map_or(1, NonZeroUsize::get)
+            .min(MAX_TOUCH_THREADS);
+        let part = self.len.div_ceil(threads).next_multiple_of(PAGE_BYTES);
+        let base = self.base.as_ptr() as usize;
+        thread::scope(|scope| {
+            let parts = (0..self.len).step_by(part);
+            let touching: Vec<_> = parts
+                .map(|at| scope.spawn(move || populate(base + at, part.min(self.len - at))))
+                .collect();
+            touching.into_iter().try_for_each(|thread| {
+                thread
+                    .join()
+                    .unwrap_or_else(|_| Err(io::Error::other("a touching thread panicked")))
+            })
+        })
+    }
+}
+
+impl Drop for Region {
+    fn drop(&mut self) {
+        // SAFETY: `base` and `len` are those of the mapping made in `new`. Every extent carved from it holds
+        // the region through an `Arc`, so nobody can touch the bytes any more.
+        unsafe { libc::munmap(self.base.as_ptr().cast(), self.len) };
+    }
+}
+
+fn create_memfd(len: usize) -> io::Result<OwnedFd> {
+    // SAFETY: the name is a NUL-terminated literal; no memory is shared with the call.
+    let fd = unsafe { libc::memfd_create(c"lmcache_rs".as_ptr(), libc::MFD_CLOEXEC) };
+    if fd < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the kernel just gave us this descriptor, and nobody else knows it.
+    let fd = unsafe { OwnedFd::from_raw_fd(fd) };
+    let len = libc::off_t::try_from(len).map_err(io::Error::other)?;
+    // SAFETY: a valid descriptor and a length; no memory is shared with the call.
+    if unsafe { libc::ftruncate(fd.as_raw_fd(), len) } != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    Ok(fd)
+}
+
+fn map_shared(fd: &OwnedFd, len: usize) -> io::Result<NonNull<u8>> {
+    // SAFETY: a fresh mapping at an address of the kernel's choice; nothing of ours lies there.
+    let base = unsafe {
+        libc::mmap(
+            ptr::null_mut(),
+            len,
+            libc::PROT_READ | libc::PROT_WRITE,
+            libc::MAP_SHARED,
+            fd.as_raw_fd(),
+            0,
+        )
+    };
+    if base == libc::MAP_FAILED {
+        return Err(io::Error::last_os_error());
+    }
+    NonNull::new(base.cast()).ok_or_else(|| io::Error::other("mapped at address 0"))
+}
+
+fn populate(address: usize, len: usize) -> io::Result<()> {
+    loop {
+        // SAFETY: the range lies within the region's mapping, which `Region::touch` borrows for as long as
+        // the threads run; populating changes no byte.
+        let outcome = unsafe { libc::madvise(address as *mut _, len, libc::MADV_POPULATE_WRITE) };
+        if outcome == 0 {
+            return Ok(());
+        }
+        let error = io::Error::last_os_error();
+        match error.raw_os_error() {
+            Some(libc::EINTR | libc::EAGAIN) => {}
+            // Kernels before 5.14: the first write to each page provides it.
+            Some(libc::EINVAL) => break,
+            _ => return Err(error),
+        }
+    }
+    for page in (address..address + len).step_by(PAGE_BYTES) {
+        // SAFETY: within the mapping as above, and not yet handed out, so nobody else touches the byte.
+        unsafe { ptr::write_volatile(page as *mut u8, 0) };
+    }
+    Ok(())
+}
+
+/// What the system, and the control group this process is in, can still give. `None` if neither says.
+pub fn available_bytes() -> Option<u64> {
+    let system = fs::read_to_string("/proc/meminfo").ok().and_then(|text| {
+        let line = text
+            .lines()
+            .find(|line| line.starts_with("MemAvailable:"))?;
+        line.split_whitespace()
+            .nth(1)?
+            .parse::<u64>()
+            .ok()
+            .map(|kib| kib * 1024)
+    });
+    let number = |path| fs::read_to_string(path).ok()?.trim().parse::<u64>().ok();
+    let group = number("/sys/fs/cgroup/memory.max")
+        .map(|max| max.saturating_sub(number("/sys/fs/cgroup/memory.current").unwrap_or(0)));
+    match (system, group) {
+        (Some(system), Some(group)) => Some(system.min(group)),
+        (system, group) => system.or(group),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_region_is_whole_pages_and_zeroed() {
+        let region = Region::new(3 * PAGE_BYTES as u64 + 5).expect("three pages");
+        assert_eq!(region.len(), 3 * PAGE_BYTES);
+        // SAFETY: freshly mapped and touched; nobody else knows the region.
+        let bytes = unsafe { std::slice::from_raw_parts(region.base().as_ptr(), region.len()) };
+        assert!(bytes.iter().all(|&byte| byte == 0));
+    }
+
+    #[test]
+    fn too_small_and_too_large_are_errors_with_numbers() {
+        assert!(matches!(
+            Region::new(4095),
+            Err(MemoryError::TooSmall { asked: 4095 })
+        ));
+        let asked = available_bytes().expect("Linux says") + (1 << 40);
+        assert!(matches!(
+            Region::new(asked),
+            Err(MemoryError::NotEnough { .. })
+        ));
+    }
+}
