@@ -1,0 +1,517 @@
+"""The table of settings: what each key is, and what happens to keys that mean nothing here.
+
+Three classes. `HONOURED` keys are read. Keys of LMCache 0.5.6 that have no meaning here
+(`LMCACHE_ONLY`, `LEGACY_NAMES`, `CONNECTOR_ONLY`, `PROCESS_VARIABLES`) give one notice each. Any
+other key is an error. The table also prints itself as the documentation's tables, so that they
+cannot say something else.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Kind = Literal["bool", "int", "float", "str", "mapping"]
+
+CHUNK_SIZE_DEFAULT = 256
+"""Tokens of a chunk where nothing else is asked."""
+
+GB = 2**30
+"""Bytes of one GB in every setting, as in LMCache."""
+
+# A wait of more than this many milliseconds does not fit the 32-bit field poll(2) takes.
+_MAX_MS = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Key:
+    """One honoured setting.
+
+    `check` gets a value of the right type and returns the value to honour with an optional
+    notice; it raises ValueError, saying what to set instead, for a value this version refuses.
+    """
+
+    name: str
+    kind: Kind
+    default: Any
+    unit: str
+    doc: str
+    minimum: float | None = None
+    maximum: float | None = None
+    check: Callable[[Any], tuple[Any, str | None]] | None = None
+
+    def needs(self) -> str:
+        """What a value must be, in words for an error."""
+        words = {
+            "bool": "true or false",
+            "int": "a whole number",
+            "float": "a number",
+            "str": "text",
+            "mapping": "a mapping, or a JSON object as text",
+        }[self.kind]
+        if self.minimum is not None and self.maximum is not None:
+            words += f" from {self.minimum:.0f} to {self.maximum:.0f}"
+        return f"{words}, in {self.unit}" if self.unit else words
+
+    def accept(self, value: Any) -> tuple[Any, str | None]:
+        """The value to honour and its notice. Raises ValueError when this version refuses it."""
+        if self.minimum is not None and value < self.minimum:
+            raise ValueError(f"needs {self.needs()}, found {value}")
+        if self.maximum is not None and value > self.maximum:
+            raise ValueError(f"needs {self.needs()}, found {value}")
+        return (value, None) if self.check is None else self.check(value)
+
+
+def _hash_algorithm(value: str) -> tuple[str, str | None]:
+    if value == "sha256_cbor":
+        return value, None
+    if value == "builtin":
+        return "sha256_cbor", (
+            "'builtin' is read as sha256_cbor: a hash that differs by process would make stored "
+            "chunks unreachable"
+        )
+    raise ValueError(f"hash algorithm {value!r} is not available; set it to sha256_cbor")
+
+
+def _chain(value: str) -> tuple[str, str | None]:
+    if value == "own":
+        return value, None
+    if value == "engine":
+        raise ValueError(
+            "taking the engine's own hashes ('engine') is not available in this version; "
+            "set it to own"
+        )
+    raise ValueError(f"needs own, found {value!r}")
+
+
+def _cache_policy(value: str) -> tuple[str, str | None]:
+    policy = value.upper()
+    if policy == "LRU":
+        return policy, None
+    if policy in ("FIFO", "LFU", "MRU"):
+        raise ValueError(
+            f"policy {policy} is not available in this version; available: LRU; set it to LRU"
+        )
+    raise ValueError(f"needs LRU, found {value!r}")
+
+
+def _local_cpu(value: bool) -> tuple[bool, str | None]:
+    if value:
+        return value, None
+    return value, "host memory is the only tier of this version; without it nothing is cached"
+
+
+def _layerwise(value: bool) -> tuple[bool, str | None]:
+    if value:
+        raise ValueError("layerwise copies are not available in this version; set it to false")
+    return value, None
+
+
+def _async_loading(value: bool) -> tuple[bool, str | None]:
+    if value:
+        return True, None
+    return True, "loads from tiers below host memory are always asynchronous; read as true"
+
+
+def _instance_id(value: str) -> tuple[str, str | None]:
+    if not value.strip():
+        raise ValueError("needs a name that is not blank; leave it out to take the engine's id")
+    return value, None
+
+
+HONOURED: Mapping[str, Key] = {
+    key.name: key
+    for key in (
+        Key(
+            "chunk_size",
+            "int",
+            CHUNK_SIZE_DEFAULT,
+            "tokens",
+            "Tokens of one chunk. Must be a multiple of the engine's block; left out, 256 is "
+            "rounded up to one.",
+            minimum=1,
+            maximum=2**20,
+        ),
+        Key(
+            "local_cpu",
+            "bool",
+            True,
+            "",
+            "Keep chunks in host memory (tier L1). It is the only tier of this version.",
+            check=_local_cpu,
+        ),
+        Key(
+            "max_local_cpu_size",
+            "float",
+            5.0,
+            "GB of 2^30 bytes",
+            "Host memory for chunks, for each worker process.",
+            minimum=0,
+            maximum=2**20,
+        ),
+        Key(
+            "save_unfull_chunk",
+            "bool",
+            None,
+            "",
+            "Store the tail of a prompt that fills no chunk. Left out: true in `process_tokens` "
+            "used alone, false in engine and connector.",
+        ),
+        Key(
+            "pre_caching_hash_algorithm",
+            "str",
+            "sha256_cbor",
+            "",
+            "Hash of the prefix chain: `sha256_cbor`. `builtin`, LMCache's default, is read as "
+            "`sha256_cbor` with one notice.",
+            check=_hash_algorithm,
+        ),
+        Key(
+            "chain",
+            "str",
+            "own",
+            "",
+            "Whose prefix hashes are keys: `own`. (`engine` is not available in this version.)",
+            check=_chain,
+        ),
+        Key(
+            "none_hash_seed",
+            "str",
+            "vllm-none-hash",
+            "",
+            "Text whose hash starts every chain. Processes that share chunks need the same one.",
+        ),
+        Key(
+            "cache_policy",
+            "str",
+            "LRU",
+            "",
+            "Which chunk leaves when memory is full: `LRU`. (FIFO, LFU and MRU are not available "
+            "in this version.)",
+            check=_cache_policy,
+        ),
+        Key(
+            "use_layerwise",
+            "bool",
+            False,
+            "",
+            "Copy layer by layer during the forward pass. Only `false` is available in this "
+            "version.",
+            check=_layerwise,
+        ),
+        Key("save_decode_cache", "bool", False, "", "Store chunks with generated tokens too."),
+        Key(
+            "enable_async_loading",
+            "bool",
+            True,
+            "",
+            "Loads from tiers below host memory are always asynchronous; `false` gives one notice.",
+            check=_async_loading,
+        ),
+        Key(
+            "min_retrieve_tokens",
+            "int",
+            0,
+            "tokens",
+            "Hits shorter than this are not loaded.",
+            minimum=0,
+            maximum=2**31 - 1,
+        ),
+        Key(
+            "lookup_timeout_ms",
+            "int",
+            3000,
+            "ms",
+            "Deadline of a lookup; a lookup not answered by then counts as a miss.",
+            minimum=1,
+            maximum=_MAX_MS,
+        ),
+        Key(
+            "lease_timeout_ms",
+            "int",
+            30000,
+            "ms",
+            "How long the chunks of a lookup's answer are held for a request that has no blocks "
+            "yet.",
+            minimum=1,
+            maximum=_MAX_MS,
+        ),
+        Key(
+            "strict",
+            "bool",
+            False,
+            "",
+            "Faults of the environment (too little memory, a tier out of reach) stop start-up "
+            "instead of serving without the tier.",
+        ),
+        Key(
+            "lmcache_instance_id",
+            "str",
+            None,
+            "",
+            "Name of this instance in logs and metrics. Left out: the engine's id.",
+            check=_instance_id,
+        ),
+        Key("log_requests", "bool", True, "", "One INFO line for each request, rate-limited."),
+        Key(
+            "extra_config",
+            "mapping",
+            {},
+            "",
+            "LMCache's free-form settings of its backends. No entry has a meaning in this "
+            "version; each gives one notice.",
+        ),
+    )
+}
+"""Every setting that is read, by name, in the order it is printed."""
+
+# Reason, then the keys it holds for.
+_LMCACHE_ONLY_GROUPS: tuple[tuple[str, str], ...] = (
+    (
+        "the local disk tier is not available in this version",
+        "local_disk local_disk_path_sharding max_local_disk_size",
+    ),
+    (
+        "remote tiers are not available in this version",
+        "remote_url remote_serde remote_storage_plugins storage_plugins blocking_timeout_secs "
+        "audit_actual_remote_url",
+    ),
+    (
+        "choosing tiers for stores and loads is not available in this version",
+        "retrieve_locations store_location",
+    ),
+    (
+        "GPUDirect Storage and CXL tiers are not part of this release",
+        "gds_path gds_path_sharding gds_buffer_size gds_backend use_gds maru_path maru_pool_size",
+    ),
+    (
+        "blending inside the engine is not part of this release",
+        "enable_blending blend_recompute_ratios blend_thresholds blend_check_layers "
+        "blend_min_tokens blend_special_str",
+    ),
+    (
+        "peer-to-peer sharing is not part of this release",
+        "enable_p2p p2p_host p2p_init_ports p2p_lookup_ports",
+    ),
+    (
+        "prefill/decode transfer is not part of this release",
+        "enable_pd pd_role pd_buffer_size pd_buffer_device pd_peer_host pd_peer_init_port "
+        "pd_peer_alloc_port pd_peer_query_port pd_proxy_host pd_proxy_port "
+        "pd_allocation_timeout_sec pd_shutdown_timeout_sec pd_condition_poll_interval_sec "
+        "pd_max_prefill_len pd_backend_mode pd_skip_proxy_notification pd_bidirectional "
+        "transfer_channel",
+    ),
+    (
+        "NIXL is not part of this release",
+        "nixl_backends nixl_buffer_size nixl_buffer_device nixl_peer_port",
+    ),
+    (
+        "a controller is not part of this release",
+        "enable_controller controller_pull_url controller_reply_url lmcache_worker_ports "
+        "lmcache_worker_ids lmcache_worker_heartbeat_delay_time lmcache_worker_heartbeat_time",
+    ),
+    (
+        "a cache server shared by engines is not part of this release",
+        "mp_host mp_port",
+    ),
+    (
+        "there is no HTTP server inside the engine",
+        "internal_api_server_enabled internal_api_server_host internal_api_server_port_start "
+        "internal_api_server_include_index_list internal_api_server_socket_path_prefix "
+        "script_allowed_imports run_script_api_enabled",
+    ),
+    ("plug-in programs are not part of this release", "runtime_plugin_locations"),
+    ("no setting is fetched over the network", "remote_config_url app_id"),
+    (
+        "chunk statistics are not part of this release",
+        "enable_chunk_statistics chunk_statistics_auto_start_statistics "
+        "chunk_statistics_auto_exit_timeout_hours "
+        "chunk_statistics_auto_exit_target_unique_chunks chunk_statistics_strategy",
+    ),
+    (
+        "lookups go to the one index of host memory",
+        "external_lookup_client lookup_server_worker_ids enable_scheduler_bypass_lookup "
+        "hit_miss_ratio",
+    ),
+    (
+        "host memory is one region of max_local_cpu_size; how it is mapped is not a setting",
+        "local_cpu_use_hugepages reserve_local_cpu_size numa_mode enable_lazy_memory_allocator "
+        "lazy_memory_initial_ratio lazy_memory_expand_trigger_ratio lazy_memory_step_ratio "
+        "lazy_memory_safe_size",
+    ),
+    (
+        "leases end by themselves; see lease_timeout_ms",
+        "pin_timeout_sec pin_check_interval_sec",
+    ),
+    ("KV events are not available in this version", "enable_kv_events"),
+    ("refusing saves by request priority is not available in this version", "priority_limit"),
+    ("how bytes are copied follows from the engine's layout", "use_gpu_connector_v3"),
+    ("Python's garbage collector is left alone", "py_enable_gc"),
+    (
+        "hidden states are not cached",
+        "enable_hidden_state_cache max_hidden_state_cpu_size hidden_state_layers "
+        "hidden_states_retrieve_mode",
+    ),
+)
+
+LMCACHE_ONLY: Mapping[str, str] = {
+    name: reason for reason, names in _LMCACHE_ONLY_GROUPS for name in names.split()
+}
+"""Keys of LMCache 0.5.6 without meaning here, and why."""
+
+LEGACY_NAMES: Mapping[str, str] = {
+    "enable_xpyd": "enable_pd",
+    "nixl_peer_host": "pd_peer_host",
+    "nixl_peer_init_port": "pd_peer_init_port",
+    "nixl_peer_alloc_port": "pd_peer_alloc_port",
+    "nixl_proxy_host": "pd_proxy_host",
+    "nixl_proxy_port": "pd_proxy_port",
+    "nixl_role": "pd_role",
+    "controller_url": "controller_pull_url",
+    "lmcache_worker_port": "lmcache_worker_ports",
+    "plugin_locations": "runtime_plugin_locations",
+    "external_backends": "storage_plugins",
+}
+"""LMCache's earlier names of its keys. (`nixl_buffer_size` is a key of its own today.)"""
+
+CONNECTOR_ONLY: Mapping[str, str] = {
+    "discard_partial_chunks": "see save_unfull_chunk",
+    "skip_last_n_tokens": "leaving out a prompt's last tokens is not available in this version",
+    "lmcache_rpc_port": "lookups need no port",
+    "use_native": "there is one adapter for vLLM",
+    "lmcache.max_tokens_per_load": "loads have no limit in this version",
+    "lmcache.max_offload_tokens": "stores have no limit in this version",
+}
+"""LMCache's entries of vLLM's kv_connector_extra_config that are no keys of its file."""
+
+CONNECTOR_ONLY_PREFIXES: Mapping[str, str] = {
+    "lmcache.mp.": "a cache server shared by engines is not part of this release",
+    "lmcache.q.": "a cache server shared by engines is not part of this release",
+}
+
+REQUEST_KEYS = ("lmcache.skip_save", "lmcache.tag.")
+"""What a request carries in its kv_transfer_params; no settings of the engine."""
+
+ENCODER_CACHE = "an encoder cache is not part of this release"
+
+_LMCACHE_SERVER = "a cache server shared by engines is not part of this release"
+_NO_TELEMETRY = "no usage data is sent"
+
+PROCESS_VARIABLES: Mapping[str, str] = {
+    "LMCACHE_LOG_LEVEL": "set the level of Python's logger lmcache_rs, or VLLM_LOGGING_LEVEL",
+    "LMCACHE_DISABLE_BANNER": "the start-up lines are part of the log",
+    "LMCACHE_TRACK_USAGE": _NO_TELEMETRY,
+    "LMCACHE_USAGE_TRACK_URL": _NO_TELEMETRY,
+    "LMCACHE_USAGE_TRACK_INTERVAL": _NO_TELEMETRY,
+    "LMCACHE_FORCE_SKIP_SAVE": "set kv_role to kv_consumer for an engine that only loads",
+    "LMCACHE_USE_EXPERIMENTAL": "there is one engine",
+    "LMCACHE_REQUEST_TELEMETRY_TYPE": _NO_TELEMETRY,
+    "LMCACHE_REQUEST_TELEMETRY_ENDPOINT": _NO_TELEMETRY,
+    "LMCACHE_MQ_TIMEOUT": _LMCACHE_SERVER,
+    "LMCACHE_MP_TRANSFER_MODE": _LMCACHE_SERVER,
+    "LMCACHE_OFFLOAD_RPC_PORT": _LMCACHE_SERVER,
+    "LMCACHE_SERVER_URL": _LMCACHE_SERVER,
+    "LMCACHE_DEVICE_BACKEND": "the device is the engine's",
+    "LMCACHE_GPU_STAGING_BUFFER_BYTES": "staging is not a setting",
+    "LMCACHE_ROCM_ENABLE_BATCH_MEMCPY": "ROCm is not part of this release",
+}
+"""LMCache 0.5.6's variables that are no keys of its file."""
+
+PROCESS_VARIABLE_PREFIXES: Mapping[str, str] = {
+    "LMCACHE_COORDINATOR_": _LMCACHE_SERVER,
+    "LMCACHE_CONTROLLER_": "a controller is not part of this release",
+    "LMCACHE_AEROSPIKE_": "remote tiers are not available in this version",
+    "LMCACHE_RESP_": "remote tiers are not available in this version",
+    "LMCACHE_RUNTIME_PLUGIN_": "plug-in programs are not part of this release",
+    "LMCACHE_PLUGIN_": "plug-in programs are not part of this release",
+    "LMCACHE_MUSA_": "MUSA devices are not part of this release",
+}
+
+CONFIG_FILE_VARIABLE = "LMCACHE_CONFIG_FILE"
+SWITCH_PREFIX = "LMCACHE_RS_"
+DISABLE_SWITCH = "LMCACHE_RS_DISABLE"
+
+PROCESS_SWITCHES: Mapping[str, str] = {
+    DISABLE_SWITCH: "1: the connector does nothing; the engine serves as if it were not there.",
+    "LMCACHE_RS_CACHE": "Folder in which the demonstration keeps its model between runs.",
+    "LMCACHE_RS_REQUIRE_CUDA": "At build time, 1: a build without CUDA kernels fails.",
+}
+"""Switches of the process. They are no settings: no file or connector entry can set them."""
+
+
+def lmcache_only_reason(name: str) -> str | None:
+    """Why this key of LMCache has no meaning here; None for a name that is no such key."""
+    if name in LMCACHE_ONLY:
+        return LMCACHE_ONLY[name]
+    if name in LEGACY_NAMES:
+        current = LEGACY_NAMES[name]
+        return f"earlier name of {current}; {LMCACHE_ONLY[current]}"
+    if name == "ec" or (name.startswith("ec_") and _is_key(name.removeprefix("ec_"))):
+        return ENCODER_CACHE
+    return None
+
+
+def _is_key(name: str) -> bool:
+    return name in HONOURED or name in LMCACHE_ONLY or name in LEGACY_NAMES
+
+
+def nearest_key(name: str) -> str | None:
+    """The known key a mistyped name most likely meant; None when none is close."""
+    bare = name.lower().replace("-", "_")
+    bare = bare.removeprefix("lmcache.").removeprefix("lmcache_")
+    known = [*HONOURED, *LMCACHE_ONLY]
+    close = difflib.get_close_matches(bare, known, n=1, cutoff=0.5)
+    return close[0] if close else None
+
+
+def nearest_switch(name: str) -> str:
+    """The variable that an unknown LMCACHE_RS_ one most likely meant."""
+    bare = name.removeprefix(SWITCH_PREFIX)
+    # Our own settings are written like LMCache's; only switches carry the longer prefix.
+    if bare.lower() in HONOURED:
+        return f"LMCACHE_{bare}"
+    switches = [switch.removeprefix(SWITCH_PREFIX) for switch in PROCESS_SWITCHES]
+    return SWITCH_PREFIX + difflib.get_close_matches(bare, switches, n=1, cutoff=0.0)[0]
+
+
+def show(value: Any) -> str:
+    """A value as the file would write it; None is `unset`, a mapping only names its entries."""
+    if value is None:
+        return "unset"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, Mapping):
+        # Entries may hold credentials, so values are not shown.
+        return ", ".join(sorted(str(name) for name in value)) if value else "none"
+    return str(value)
+
+
+def honoured_table() -> str:
+    """The documentation's table of honoured keys, in Markdown."""
+    lines = ["| key | type | default | unit | what it does |", "|-|-|-|-|-|"]
+    for key in HONOURED.values():
+        kind: str = key.kind
+        if key.minimum is not None and key.maximum is not None:
+            kind += f", {key.minimum:.0f} to {key.maximum:.0f}"
+        lines.append(f"| `{key.name}` | {kind} | {show(key.default)} | {key.unit} | {key.doc} |")
+    return "\n".join(lines)
+
+
+def lmcache_only_table() -> str:
+    """The documentation's table of LMCache keys without meaning here, in Markdown."""
+    lines = ["| why | keys |", "|-|-|"]
+    for reason, names in _LMCACHE_ONLY_GROUPS:
+        lines.append(f"| {reason} | {', '.join(f'`{name}`' for name in names.split())} |")
+    legacy = ", ".join(f"`{old}` ({new})" for old, new in LEGACY_NAMES.items())
+    lines.append(f"| earlier names of the keys above | {legacy} |")
+    lines.append(f"| {ENCODER_CACHE} | `ec` and any key with `ec_` before it |")
+    return "\n".join(lines)
+
+
+def switch_table() -> str:
+    """The documentation's table of process switches, in Markdown."""
+    lines = ["| variable | what it does |", "|-|-|"]
+    lines += [f"| `{name}` | {doc} |" for name, doc in PROCESS_SWITCHES.items()]
+    return "\n".join(lines)
