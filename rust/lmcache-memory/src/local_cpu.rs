@@ -150,12 +150,13 @@ impl LocalCpu {
     /// Makes room for those of the chunks that are neither stored nor being written.
     ///
     /// `hashes` is the prompt's chain from its first chunk on: all of it counts as used, and none of it is
-    /// evicted to make room for the rest. Chunk `i` needs `len_of(i)` bytes. Chunks are served in order up
-    /// to where memory ends, which is a success.
+    /// evicted to make room for the rest. Room is made for the chunks from `first` on; chunk `i` needs
+    /// `len_of(i)` bytes. Chunks are served in order up to where memory ends, which is a success.
     pub fn reserve(
         &self,
         namespace: &str,
         hashes: &[ChunkHash],
+        first: usize,
         len_of: impl Fn(usize) -> usize,
     ) -> Reserved {
         let mut garbage = Vec::new();
@@ -170,7 +171,7 @@ impl LocalCpu {
         };
         state.index.begin_batch();
         state.index.touch(id, hashes);
-        for (position, &hash) in hashes.iter().enumerate() {
+        for (position, &hash) in hashes.iter().enumerate().skip(first) {
             let key = IndexKey {
                 namespace: id,
                 hash,
@@ -514,7 +515,7 @@ mod tests {
 
     /// Stores the chain and says how many chunks are new; each chunk is one page filled with its id.
     fn store(cpu: &LocalCpu, chain: &[ChunkHash]) -> usize {
-        let mut reserved = cpu.reserve("ns", chain, |_| PAGE_BYTES);
+        let mut reserved = cpu.reserve("ns", chain, 0, |_| PAGE_BYTES);
         for (position, chunk) in &mut reserved.chunks {
             chunk.bytes_mut().fill(chain[*position].0[0]);
         }
@@ -564,9 +565,9 @@ mod tests {
     fn an_entry_is_invisible_until_it_is_committed() {
         let cpu = store_of(8);
         let chain = hashes([1, 2]);
-        let reserved = cpu.reserve("ns", &chain, |_| PAGE_BYTES);
+        let reserved = cpu.reserve("ns", &chain, 0, |_| PAGE_BYTES);
         assert_eq!(cpu.longest_prefix("ns", &chain), 0);
-        assert_eq!(cpu.reserve("ns", &chain, |_| PAGE_BYTES).num_known, 2);
+        assert_eq!(cpu.reserve("ns", &chain, 0, |_| PAGE_BYTES).num_known, 2);
         assert_eq!(cpu.audit().reserved_bytes, 2 * PAGE);
         drop(reserved);
         assert_eq!(cpu.longest_prefix("ns", &chain), 0);
@@ -579,7 +580,7 @@ mod tests {
         let cpu = store_of(4);
         store(&cpu, &hashes(100..104));
         let chain = hashes(1..=9);
-        let reserved = cpu.reserve("ns", &chain, |_| PAGE_BYTES);
+        let reserved = cpu.reserve("ns", &chain, 0, |_| PAGE_BYTES);
         assert_eq!(reserved.stopped_at, Some(4));
         drop(reserved);
         assert_eq!(store(&cpu, &chain), 4);
@@ -692,7 +693,7 @@ mod tests {
         store(&cpu, &hashes(1..=8));
         let held = cpu.take("none", "ns", &hashes([4]));
         let large = hashes([99]);
-        let reserved = cpu.reserve("ns", &large, |_| 5 * PAGE_BYTES);
+        let reserved = cpu.reserve("ns", &large, 0, |_| 5 * PAGE_BYTES);
         assert_eq!(
             reserved.stopped_at,
             Some(0),
@@ -700,7 +701,7 @@ mod tests {
         );
         assert_eq!(cpu.audit().num_chunks, 8, "nothing was evicted in vain");
         drop((held, reserved));
-        let reserved = cpu.reserve("ns", &large, |_| 5 * PAGE_BYTES);
+        let reserved = cpu.reserve("ns", &large, 0, |_| 5 * PAGE_BYTES);
         assert_eq!(reserved.chunks.len(), 1);
         let chunks: Vec<_> = reserved
             .chunks
@@ -730,7 +731,7 @@ mod tests {
         let chain = hashes([1, 2]);
         store(&cpu, &chain);
         cpu.lookup("r", "ns", &chain);
-        let reserved = cpu.reserve("ns", &hashes([5]), |_| PAGE_BYTES);
+        let reserved = cpu.reserve("ns", &hashes([5]), 0, |_| PAGE_BYTES);
         cpu.close();
         cpu.close();
         let chunks: Vec<_> = reserved

@@ -1,0 +1,30 @@
+//! Errors of this crate: what was asked, what was found, what to change.
+
+use lmcache_core::error::CoreError;
+use thiserror::Error;
+
+/// Why chunks could not be moved.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum TransferError {
+    /// The plan could not be made.
+    #[error(transparent)]
+    Plan(#[from] CoreError),
+    /// A registered layer has no address.
+    #[error("layer {layer} has a null address; register tensors that own memory")]
+    NullLayer {
+        /// Index of the layer.
+        layer: usize,
+    },
+    /// No layer was registered.
+    #[error("no layer given; register at least one KV tensor")]
+    NoLayers,
+    /// Hashes and offsets do not describe one chain.
+    #[error("{hashes} hashes for {chunks} chunks; give one hash a chunk, from the first chunk on")]
+    HashCount {
+        /// Hashes given.
+        hashes: usize,
+        /// Chunks they should name.
+        chunks: usize,
+    },
+}
