@@ -1,0 +1,79 @@
+# `make help` lists what there is. Everything runs in an environment that `make setup` keeps in
+# .venv/; VENV= names one to use as it is, PYTHON= the interpreter that a new one is made with.
+
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+# Tests share two cores and one environment: no two recipes at once.
+.NOTPARALLEL:
+
+PYTHON ?= python3
+export VENV
+export CARGO_TERM_PROGRESS_WHEN ?= auto
+
+# Asked when a recipe runs, so that `make help` and `make clean` need no environment.
+PY = $(shell $(PYTHON) scripts/env.py path)/bin/python
+# pyo3's build script asks an interpreter for its version: let it be the one the wheel is built for.
+CARGO = PYO3_PYTHON="$(PY)" cargo
+PYTHON_CODE := $(wildcard python tests examples scripts benches)
+PYTEST_FOLDERS := $(wildcard tests/unit tests/conformance tests/stateful)
+
+.PHONY: help setup demo test check wheel clean
+.PHONY: test-rust test-python test-vllm test-wheel check-rust check-python installed
+
+help: ## list the commands
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s%s\n", $$1, $$2 }' Makefile
+
+setup: ## make the environment in .venv/ (vLLM on CPU and the tools; 7 GB, some minutes, once)
+	@command -v "$(PYTHON)" >/dev/null || \
+		{ echo "setup: $(PYTHON) is missing: install Python 3.11 or newer, or name one with PYTHON=" >&2; exit 1; }
+	@$(PYTHON) scripts/env.py setup
+
+demo: setup ## ask a real model in a real vLLM about a long text, with the cache cold and warm
+	@"$(PY)" scripts/wheel.py install release
+	@"$(PY)" examples/demo.py
+
+test: test-rust test-python test-vllm test-wheel ## run all tests, vLLM's end-to-end ones included
+
+test-rust: setup ## the Rust tests alone
+	$(CARGO) test --workspace --locked
+
+test-python: installed ## the Python tests that need no engine
+	"$(PY)" -m pytest $(PYTEST_FOLDERS) --durations=10
+
+test-vllm: installed ## the end-to-end tests: a real vLLM on its CPU backend
+	"$(PY)" scripts/e2e.py
+
+test-wheel: setup ## what is in the wheel, and what installing it changes
+	"$(PY)" scripts/check_wheel.py
+
+check: check-rust check-python ## formats, lints, types, and the stub against the extension
+
+check-rust: setup
+	cargo fmt --all --check
+	$(CARGO) clippy --workspace --all-targets --locked -- -D warnings
+
+check-python: installed
+	"$(PY)" -m ruff format --check $(PYTHON_CODE)
+	"$(PY)" -m ruff check $(PYTHON_CODE)
+	"$(PY)" -m mypy
+	"$(PY)" -m mypy.stubtest lmcache_rs._native
+
+wheel: setup ## build the release wheel into dist/
+	@"$(PY)" scripts/wheel.py build release
+	@ls -sh dist/*.whl
+
+# The wheel that tests use: optimised, with every debug assertion on.
+installed: setup
+	@"$(PY)" scripts/wheel.py install checked
+
+clean: ## remove what was built, and the environments
+	rm -rf .venv dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+	cargo clean
+
+# Names that later releases fill.
+.PHONY: bench soak compat gpu
+bench soak compat gpu:
+	@echo "make $@: not in this release yet" >&2; exit 1
