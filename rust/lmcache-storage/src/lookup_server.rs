@@ -1,0 +1,456 @@
+//! Answers lookups of the scheduler's process out of the worker's index.
+//!
+//! A thread of its own with no Python in it, so that an answer never waits for an interpreter. It speaks
+//! ZMTP over a Unix socket to DEALER peers; messages are those of [`crate::wire`]. Each connection is
+//! served in order and by itself: a peer that does not read its answers is not read from either, and holds
+//! up nobody else. Nothing a peer sends ends the server, or makes it hold more for that peer than one
+//! message of [`wire::MAX_MESSAGE_BYTES`].
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
+use std::{io, mem, process};
+
+use lmcache_core::hash::ChunkHash;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{UnixListener, UnixStream};
+use tokio::runtime::Runtime;
+use tokio::sync::{Semaphore, oneshot};
+use tokio::time;
+
+pub use crate::error::LookupServerError;
+use crate::socket_file::SocketFile;
+use crate::wire::{self, Answer, Request, Status};
+use crate::zmtp::{self, Frame, GREETING_BYTES, ZmtpError};
+
+/// Connections at a time; further ones are closed. An engine needs one.
+const MAX_CONNECTIONS: usize = 64;
+
+/// A peer that has not introduced itself by then is dropped.
+const HANDSHAKE_DEADLINE: Duration = Duration::from_secs(5);
+
+/// Room for one read. A lookup of 512 chunks is 16 KiB.
+const READ_BYTES: usize = 64 << 10;
+
+/// Answers are sent once this much has gathered, if not before.
+const OUTBOX_BYTES: usize = 16 << 10;
+
+/// What a lookup found.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LookupAnswer {
+    /// Chunks of the longest stored prefix.
+    pub hit_chunks: u32,
+    /// How long the lease behind the answer holds from now, in milliseconds; 0 when nothing is leased.
+    pub lease_ms: u32,
+}
+
+/// What the server asks. Called by its one thread, which answers nobody in the meantime.
+pub trait LookupIndex: Send + Sync + 'static {
+    /// Finds the longest stored prefix and leases it under `lookup_id`, in place of what that id held.
+    fn lookup(&self, lookup_id: &str, namespace: &str, hashes: &[ChunkHash]) -> LookupAnswer;
+
+    /// Gives back what `lookup_id` leases; an unknown id is not an error.
+    fn release(&self, lookup_id: &str);
+}
+
+macro_rules! counters {
+    ($($(#[$doc:meta])* $name:ident,)*) => {
+        /// What has happened since the server started.
+        #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+        pub struct LookupServerStats {
+            $($(#[$doc])* pub $name: u64,)*
+        }
+
+        impl LookupServerStats {
+            /// Name and value of each counter.
+            pub fn entries(&self) -> impl Iterator<Item = (&'static str, u64)> {
+                [$((stringify!($name), self.$name),)*].into_iter()
+            }
+        }
+
+        #[derive(Debug, Default)]
+        struct Counters {
+            $($name: AtomicU64,)*
+        }
+
+        impl Counters {
+            fn read(&self) -> LookupServerStats {
+                LookupServerStats {
+                    $($name: self.$name.load(Ordering::Relaxed),)*
+                }
+            }
+        }
+    };
+}
+
+counters! {
+    /// Lookups answered.
+    lookups,
+    /// Releases served.
+    releases,
+    /// Pings answered.
+    pings,
+    /// Messages that are not of this protocol.
+    malformed,
+    /// Messages of another version.
+    foreign_version,
+    /// Messages of an unknown kind.
+    unknown_kind,
+    /// Messages whose id was not above those before it on the connection.
+    replayed,
+    /// Connections ended because a frame was above the size limit.
+    oversized,
+    /// Connections ended because the bytes were not ZMTP.
+    broken_connections,
+    /// Connections refused: a foreign user, a failed handshake, or too many at a time.
+    refused_connections,
+    /// Connections served.
+    connections,
+    /// Requests at which the index panicked.
+    index_failures,
+}
+
+fn count(counter: &AtomicU64) {
+    counter.fetch_add(1, Ordering::Relaxed);
+}
+
+/// A running server. Dropping it closes it.
+#[derive(Debug)]
+pub struct LookupServer {
+    path: PathBuf,
+    counters: Arc<Counters>,
+    running: Mutex<Option<Running>>,
+}
+
+#[derive(Debug)]
+struct Running {
+    pid: u32,
+    stop: oneshot::Sender<()>,
+    thread: JoinHandle<()>,
+    file: SocketFile,
+}
+
+impl LookupServer {
+    /// Listens at `path` and answers from `index`.
+    ///
+    /// The folder is made if need be; it must be this user's own and closed to all others. A socket left
+    /// behind by a dead process is replaced; one that a live process serves is [`LookupServerError::InUse`].
+    pub fn start(path: &Path, index: Arc<dyn LookupIndex>) -> Result<Self, LookupServerError> {
+        let (file, listener) = SocketFile::bind(path)?;
+        let failed = |what| {
+            move |source| LookupServerError::System {
+                what,
+                path: path.into(),
+                source,
+            }
+        };
+        listener.set_nonblocking(true).map_err(failed("set up"))?;
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_io()
+            .enable_time()
+            .build();
+        let runtime = runtime.map_err(failed("start an event loop for"))?;
+        let listener = {
+            let _inside = runtime.enter();
+            UnixListener::from_std(listener).map_err(failed("watch"))?
+        };
+        let counters = Arc::new(Counters::default());
+        let service = Arc::new(Service {
+            index,
+            counters: Arc::clone(&counters),
+            uid: file.uid()?,
+        });
+        let (stop, stopped) = oneshot::channel();
+        let thread = thread::Builder::new().name("lmcache-lookup".into());
+        let thread = thread.spawn(move || run(&runtime, listener, service, stopped));
+        let thread = thread.map_err(failed("start a thread for"))?;
+        let running = Running {
+            pid: process::id(),
+            stop,
+            thread,
+            file,
+        };
+        Ok(Self {
+            path: path.into(),
+            counters,
+            running: Mutex::new(Some(running)),
+        })
+    }
+
+    /// Where it listens.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// What has happened since the start; stays readable after [`LookupServer::close`].
+    pub fn stats(&self) -> LookupServerStats {
+        self.counters.read()
+    }
+
+    /// Stops answering, waits for the thread and removes the socket file. Idempotent.
+    pub fn close(&self) {
+        let running = self
+            .running
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .take();
+        let Some(running) = running else { return };
+        if running.pid != process::id() {
+            // In a forked child: the thread was not copied, and the files are the parent's.
+            mem::forget(running);
+            return;
+        }
+        let Running {
+            stop, thread, file, ..
+        } = running;
+        drop(stop);
+        if thread.join().is_err() {
+            tracing::error!(path = %self.path.display(), "the lookup server's thread had panicked");
+        }
+        drop(file);
+    }
+}
+
+impl Drop for LookupServer {
+    fn drop(&mut self) {
+        self.close();
+    }
+}
+
+struct Service {
+    index: Arc<dyn LookupIndex>,
+    counters: Arc<Counters>,
+    uid: u32,
+}
+
+fn run(
+    runtime: &Runtime,
+    listener: UnixListener,
+    service: Arc<Service>,
+    stopped: oneshot::Receiver<()>,
+) {
+    runtime.block_on(async {
+        tokio::select! {
+            () = accept(listener, service) => {}
+            _ = stopped => {}
+        }
+    });
+}
+
+async fn accept(listener: UnixListener, service: Arc<Service>) {
+    let places = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+    loop {
+        let stream = match listener.accept().await {
+            Ok((stream, _)) => stream,
+            Err(error) => {
+                // Out of descriptors, most likely: the connection waits in the kernel meanwhile.
+                tracing::warn!(%error, "cannot accept a lookup connection");
+                time::sleep(Duration::from_millis(50)).await;
+                continue;
+            }
+        };
+        let Ok(place) = Arc::clone(&places).try_acquire_owned() else {
+            count(&service.counters.refused_connections);
+            continue;
+        };
+        let service = Arc::clone(&service);
+        tokio::spawn(async move {
+            service.serve(stream).await;
+            drop(place);
+        });
+    }
+}
+
+/// Why a connection ended other than by the peer's leave.
+#[derive(Debug, thiserror::Error)]
+enum ConnectionError {
+    #[error(transparent)]
+    Zmtp(#[from] ZmtpError),
+    #[error(transparent)]
+    Io(#[from] io::Error),
+}
+
+impl Service {
+    async fn serve(&self, mut stream: UnixStream) {
+        // The folder keeps others out already; this holds even if somebody opens it.
+        let known = stream
+            .peer_cred()
+            .is_ok_and(|peer| [self.uid, 0].contains(&peer.uid()));
+        let greeted = match known {
+            true => time::timeout(HANDSHAKE_DEADLINE, handshake(&mut stream)).await,
+            false => {
+                count(&self.counters.refused_connections);
+                return;
+            }
+        };
+        let inbox = match greeted {
+            Ok(Ok(inbox)) => inbox,
+            Ok(Err(error)) => {
+                count(&self.counters.refused_connections);
+                tracing::debug!(%error, "refused a lookup connection");
+                return;
+            }
+            Err(_) => {
+                count(&self.counters.refused_connections);
+                return;
+            }
+        };
+        count(&self.counters.connections);
+        match self.converse(&mut stream, inbox).await {
+            Ok(()) | Err(ConnectionError::Io(_)) => {}
+            Err(ConnectionError::Zmtp(error)) => {
+                count(match error {
+                    ZmtpError::TooLarge { .. } => &self.counters.oversized,
+                    _ => &self.counters.broken_connections,
+                });
+                tracing::warn!(%error, "ended a lookup connection");
+            }
+        }
+    }
+
+    async fn converse(
+        &self,
+        stream: &mut UnixStream,
+        mut inbox: Vec<u8>,
+    ) -> Result<(), ConnectionError> {
+        let mut outbox = Vec::new();
+        let mut last_message_id = 0;
+        // Inside a message of several frames, of which this protocol has none.
+        let mut in_parts = false;
+        loop {
+            let mut num_used = 0;
+            while let Some((frame, used)) =
+                zmtp::next_frame(&inbox[num_used..], wire::MAX_MESSAGE_BYTES)?
+            {
+                num_used += used;
+                let Frame::Message { body, more } = frame else {
+                    continue;
+                };
+                let is_part = mem::replace(&mut in_parts, more) || more;
+                if more {
+                    continue;
+                }
+                let answer = match is_part {
+                    true => Some(self.refuse(0, Status::Malformed)),
+                    false => self.answer(body, &mut last_message_id),
+                };
+                if let Some(answer) = answer {
+                    zmtp::put_message(&mut outbox, &wire::encode_answer(&answer));
+                }
+                if outbox.len() >= OUTBOX_BYTES {
+                    stream.write_all(&outbox).await?;
+                    outbox.clear();
+                }
+            }
+            inbox.drain(..num_used);
+            stream.write_all(&outbox).await?;
+            outbox.clear();
+            if inbox.len() < READ_BYTES {
+                inbox.shrink_to(2 * READ_BYTES);
+            }
+            inbox.reserve(READ_BYTES);
+            if stream.read_buf(&mut inbox).await? == 0 {
+                return Ok(());
+            }
+        }
+    }
+
+    fn answer(&self, message: &[u8], last_message_id: &mut u64) -> Option<Answer> {
+        let request = match wire::decode_request(message) {
+            Ok(request) => request,
+            Err(refusal) => return Some(self.refuse(refusal.message_id, refusal.status)),
+        };
+        let message_id = request.message_id();
+        if message_id <= *last_message_id {
+            return Some(self.refuse(message_id, Status::Replayed));
+        }
+        *last_message_id = message_id;
+        // A panic must not end the thread that all requests depend on.
+        match catch_unwind(AssertUnwindSafe(|| self.ask(&request))) {
+            Ok(found) => found.map(
+                |LookupAnswer {
+                     hit_chunks,
+                     lease_ms,
+                 }| Answer {
+                    message_id,
+                    status: Status::Ok,
+                    hit_chunks,
+                    lease_ms,
+                },
+            ),
+            Err(_) => Some(self.refuse(message_id, Status::Failed)),
+        }
+    }
+
+    fn ask(&self, request: &Request<'_>) -> Option<LookupAnswer> {
+        match request {
+            Request::Lookup {
+                lookup_id,
+                namespace,
+                hashes,
+                ..
+            } => {
+                let found = self.index.lookup(lookup_id, namespace, hashes);
+                count(&self.counters.lookups);
+                Some(found)
+            }
+            Request::Release { lookup_id, .. } => {
+                self.index.release(lookup_id);
+                count(&self.counters.releases);
+                None
+            }
+            Request::Ping { .. } => {
+                count(&self.counters.pings);
+                Some(LookupAnswer {
+                    hit_chunks: 0,
+                    lease_ms: 0,
+                })
+            }
+        }
+    }
+
+    fn refuse(&self, message_id: u64, status: Status) -> Answer {
+        let counter = match status {
+            Status::ForeignVersion => &self.counters.foreign_version,
+            Status::UnknownKind => &self.counters.unknown_kind,
+            Status::Replayed => &self.counters.replayed,
+            Status::Failed => &self.counters.index_failures,
+            Status::Malformed | Status::Ok => &self.counters.malformed,
+        };
+        count(counter);
+        Answer {
+            message_id,
+            status,
+            hit_chunks: 0,
+            lease_ms: 0,
+        }
+    }
+}
+
+/// Exchanges greetings and READY; gives the bytes that came after them.
+async fn handshake(stream: &mut UnixStream) -> Result<Vec<u8>, ConnectionError> {
+    stream.write_all(&zmtp::greeting()).await?;
+    let mut greeting = [0; GREETING_BYTES];
+    stream.read_exact(&mut greeting).await?;
+    zmtp::check_greeting(&greeting)?;
+    let mut inbox = Vec::with_capacity(READ_BYTES);
+    let used = loop {
+        match zmtp::next_frame(&inbox, 0)? {
+            Some((Frame::Command(command), used)) => {
+                zmtp::check_ready(command)?;
+                break used;
+            }
+            Some((Frame::Message { .. }, _)) => return Err(ZmtpError::Ready.into()),
+            None => {}
+        }
+        if stream.read_buf(&mut inbox).await? == 0 {
+            return Err(io::Error::from(io::ErrorKind::UnexpectedEof).into());
+        }
+    };
+    inbox.drain(..used);
+    stream.write_all(&zmtp::ready()).await?;
+    Ok(inbox)
+}
