@@ -1,0 +1,504 @@
+"""Real vLLM engines for tests: started, asked, spoiled and accounted for.
+
+Every engine lives in a process of its own, forked from a server that has imported
+vLLM once. ``inproc`` keeps scheduler and worker together in that process; ``mp`` is
+vLLM's default: an engine process and a worker process beneath it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import models
+from probe_names import FOLDER_VARIABLE, SCHEDULER_FILE
+
+HERE = Path(__file__).parent
+NUM_LOGPROBS = 5
+START_TIMEOUT_S = 240.0
+CALL_TIMEOUT_S = 240.0
+FIRST_TOKEN_ID = 3
+GIB = 1 << 30
+
+# Set before the fork server starts: it and all engines inherit them.
+_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    # Compiling the sampler takes longer than every test here together.
+    "TORCHDYNAMO_DISABLE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "INFO",
+}
+_COUNTERS = {
+    "vllm:prefix_cache_hits": "local_tokens",
+    "vllm:external_prefix_cache_hits": "external_tokens",
+    "vllm:external_prefix_cache_queries": "external_queries",
+    "vllm:num_preemptions": "preemptions",
+}
+
+
+class EngineStartError(RuntimeError):
+    """vLLM did not start; the text holds its error and its whole log."""
+
+
+class EngineDied(RuntimeError):
+    """The engine's process ended or stopped answering; the text holds its log's end."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One request: token ids, and what else may keep its cache apart."""
+
+    tokens: tuple[int, ...]
+    salt: str | None = None
+    lora: str | None = None
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """How to start one engine. Sizes in tokens unless the name says otherwise.
+
+    ``connector``: ``probe`` watches the shipped connector, ``plain`` is the shipped
+    connector by its registered name, None is vLLM alone. ``pool_bytes`` is the size of
+    the connector's memory; ``extra`` holds further ``lmcache.*`` settings.
+    """
+
+    connector: str | None = "probe"
+    layout: str = "inproc"
+    model: str = "tiny-llama"
+    dtype: str = "float32"
+    block_size: int = 32
+    chunk_size: int | None = 64
+    max_model_len: int = 1024
+    num_blocks: int | None = 160
+    max_num_batched_tokens: int = 4096
+    max_num_seqs: int = 64
+    prefix_caching: bool = True
+    pool_bytes: int = 256 << 20
+    kv_role: str = "kv_both"
+    lora: bool = False
+    extra: tuple[tuple[str, Any], ...] = ()
+    env: tuple[tuple[str, str], ...] = ()
+    # Anything else may use the same model from a folder of its own.
+    model_path: str | None = None
+
+    def connector_config(self) -> dict[str, Any] | None:
+        """The value of vLLM's ``kv_transfer_config``, or None without a connector."""
+        if self.connector is None:
+            return None
+        settings: dict[str, Any] = {"lmcache.max_local_cpu_size": self.pool_bytes / GIB}
+        if self.chunk_size is not None:
+            settings["lmcache.chunk_size"] = self.chunk_size
+        config: dict[str, Any] = {
+            "kv_role": self.kv_role,
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": settings | dict(self.extra),
+        }
+        if self.connector == "probe":
+            config |= {"kv_connector": "ProbeConnector", "kv_connector_module_path": "probe"}
+        else:
+            config |= {"kv_connector": "LMCacheRsConnector"}
+        return config
+
+    def llm_arguments(self) -> dict[str, Any]:
+        """Keyword arguments of ``vllm.LLM``, connector aside."""
+        arguments: dict[str, Any] = {
+            "model": self.model_path or str(models.tiny_model(self.model)),
+            "skip_tokenizer_init": True,
+            "dtype": self.dtype,
+            "enforce_eager": True,
+            "block_size": self.block_size,
+            "max_model_len": self.max_model_len,
+            "kv_cache_memory_bytes": GIB,
+            "max_num_batched_tokens": self.max_num_batched_tokens,
+            "max_num_seqs": self.max_num_seqs,
+            "enable_prefix_caching": self.prefix_caching,
+            "disable_log_stats": False,
+            "seed": 0,
+        }
+        if self.num_blocks is not None:
+            arguments["num_gpu_blocks_override"] = self.num_blocks
+        if self.connector == "probe":
+            arguments["worker_extension_cls"] = "probe.ProbeWorker"
+        if self.lora:
+            arguments |= {"enable_lora": True, "max_lora_rank": models.LORA_RANK, "max_loras": 2}
+        return arguments
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one request got. ``logprobs`` has, per token, its likeliest ids."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[dict[int, float], ...]
+    cached_tokens: int
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What one call got, with vLLM's own counters over the call."""
+
+    answers: tuple[Answer, ...]
+    local_tokens: int
+    external_tokens: int
+    external_queries: int
+    preemptions: int
+    seconds: float
+
+
+@dataclass
+class Report:
+    """What the probe saw since the last report, and the connector's accounts."""
+
+    probe: dict[str, int]
+    details: list[str]
+    memory: dict[str, int]
+    counters: dict[str, int]
+    layer_shape: list[int]
+    layer_bytes: int
+    pid: int
+    scheduler: dict[str, int] = field(default_factory=dict)
+
+    def byte_faults(self) -> dict[str, int]:
+        """Counts of blocks that hold something else than what was stored."""
+        kinds = (
+            "wrong_blocks",
+            "unknown_blocks",
+            "stray_blocks",
+            "unaligned_starts",
+            "diverging_chunks",
+        )
+        return {kind: self.probe[kind] for kind in kinds if self.probe.get(kind)}
+
+    def assert_bytes_right(self) -> None:
+        """Raises AssertionError unless every restored block is the stored one."""
+        assert not self.byte_faults(), f"{self.byte_faults()}: " + "\n".join(self.details)
+
+    def assert_settled(self) -> None:
+        """Raises AssertionError if a lease is left or bytes are unaccounted for."""
+        memory = self.memory
+        assert memory["leases"] == 0, memory
+        assert memory["leased_bytes"] == 0, memory
+        assert memory["reserved_bytes"] == 0, memory
+        assert memory["free_bytes"] + memory["cached_bytes"] == memory["capacity_bytes"], memory
+
+
+class Engine:
+    """A running vLLM in a process of its own. ``close()`` or ``with`` ends it."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self.spec = spec
+        self._folder = tempfile.TemporaryDirectory(prefix="kv-probe-")
+        self._log = Path(self._folder.name) / "log"
+        environment = {
+            **_ENVIRONMENT,
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if spec.layout == "inproc" else "1",
+            "PYTHONPATH": os.pathsep.join(
+                [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
+            ),
+            FOLDER_VARIABLE: self._folder.name,
+            **dict(spec.env),
+        }
+        context = _context()
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(
+            target=_serve, args=(theirs, spec, environment, str(self._log)), daemon=False
+        )
+        self._process.start()
+        theirs.close()
+        _OPEN.append(self)
+        try:
+            kind, value = self._receive(START_TIMEOUT_S)
+        except EngineDied as error:
+            self.close()
+            raise EngineStartError(str(error)) from error
+        if kind != "ready":
+            text = f"{value}\n{self.log()}"
+            self.close()
+            raise EngineStartError(text)
+        self._counters: dict[str, int] = dict.fromkeys(_COUNTERS.values(), 0)
+        self._poison_seed = 0
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def is_open(self) -> bool:
+        """False once the engine was closed, by a test or after an error."""
+        return self in _OPEN
+
+    @property
+    def pid(self) -> int:
+        """The process that holds the LLM object."""
+        assert self._process.pid is not None
+        return int(self._process.pid)
+
+    def ask(
+        self, prompts: Sequence[Prompt], max_tokens: int = 4, *, timeout: float = CALL_TIMEOUT_S
+    ) -> Reply:
+        """Generates greedily for all prompts in one call; ends are ignored."""
+        start = time.monotonic()
+        answers, counters = self._call("ask", list(prompts), max_tokens, timeout=timeout)
+        moved = {name: value - self._counters[name] for name, value in counters.items()}
+        self._counters = counters
+        return Reply(tuple(answers), seconds=time.monotonic() - start, **moved)
+
+    def start_twin(self) -> None:
+        """Starts a second LLM of the same spec in the same process.
+
+        Raises EngineStartError if vLLM refuses.
+        """
+        self._pipe.send(("twin", ()))
+        kind, value = self._receive(START_TIMEOUT_S)
+        if kind != "ok":
+            raise EngineStartError(f"{value}\n{self.log()}")
+
+    def ask_of(self, which: int, prompt: Prompt, max_tokens: int = 4) -> Answer:
+        """The answer of one of twins, 0 or 1, whose vLLM cache is reset afterwards.
+
+        vLLM's counters belong to a process; of twins only the answers tell hits.
+        """
+        answers, _ = self._call("ask", [prompt], max_tokens, which)
+        assert self._call("reset", False, which)
+        answer: Answer = answers[0]
+        return answer
+
+    def idle_step(self) -> None:
+        """One more step: a request too short to be stored or found."""
+        self.ask([Prompt((FIRST_TOKEN_ID,))], 1)
+
+    def reset(self) -> None:
+        """Empties vLLM's own prefix cache; raises AssertionError if it will not."""
+        for _ in range(3):
+            if self._call("reset", False):
+                return
+            self.idle_step()
+        raise AssertionError("reset_prefix_cache() never returned True")
+
+    def reset_connector(self) -> bool:
+        """Empties vLLM's own prefix cache and the connector's; vLLM's verdict."""
+        return bool(self._call("reset", True))
+
+    def cool(self) -> None:
+        """Resets vLLM's prefix cache and overwrites all its KV memory with noise."""
+        self.reset()
+        if self.spec.connector == "probe":
+            self._poison_seed += 1
+            written = self._call("rpc", "probe_poison", self._poison_seed)[0]
+            assert written > 0
+
+    def plant(self, fault: str) -> None:
+        """Spoils the next load; the faults are named in ``probe_names.FAULTS``."""
+        self._call("rpc", "probe_fault", fault)
+
+    def report(self) -> Report:
+        """The probe's findings since the last call, of worker and scheduler."""
+        seen = self._call("rpc", "probe_report")[0]
+        report = Report(**seen)
+        path = Path(self._folder.name) / SCHEDULER_FILE
+        if path.exists():
+            report.scheduler = json.loads(path.read_text(encoding="utf-8"))
+        return report
+
+    def settled_report(self) -> Report:
+        """A report taken when no lease should be left: after one idle step if need be."""
+        report = self.report()
+        if report.memory.get("leases") or report.memory.get("reserved_bytes"):
+            self.idle_step()
+            later = self.report()
+            for name, count in report.probe.items():
+                later.probe[name] = later.probe.get(name, 0) + count
+            later.details = report.details + later.details
+            report = later
+        return report
+
+    def log(self) -> str:
+        """All that the engine's processes have printed."""
+        with contextlib.suppress(FileNotFoundError):
+            return self._log.read_text(encoding="utf-8", errors="replace")
+        return ""
+
+    def close(self) -> None:
+        """Ends the engine's processes. Harmless when repeated."""
+        if self in _OPEN:
+            _OPEN.remove(self)
+        with contextlib.suppress(OSError):
+            self._pipe.send(("close", ()))
+        self._pipe.close()
+        self._process.join(30)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+        with contextlib.suppress(OSError):
+            self._folder.cleanup()
+
+    def _call(self, operation: str, *arguments: Any, timeout: float = CALL_TIMEOUT_S) -> Any:
+        try:
+            self._pipe.send((operation, arguments))
+        except OSError as error:
+            raise EngineDied(f"{operation}: the engine is gone\n{self._log_end()}") from error
+        kind, value = self._receive(timeout)
+        if kind == "error":
+            # vLLM does not go on after an exception: requests stay unfinished for ever.
+            text = f"{operation} raised\n{value}\n{self._log_end()}"
+            self.close()
+            raise EngineDied(text)
+        return value
+
+    def _receive(self, timeout: float) -> tuple[str, Any]:
+        try:
+            if not self._pipe.poll(timeout):
+                self._process.kill()
+                text = f"no answer in {timeout:.0f} s\n{self._log_end()}"
+                self.close()
+                raise EngineDied(text)
+            kind, value = self._pipe.recv()
+        except EOFError as error:
+            self._process.join(5)
+            text = f"the process ended with {self._process.exitcode}\n{self._log_end()}"
+            self.close()
+            raise EngineDied(text) from error
+        return str(kind), value
+
+    def _log_end(self) -> str:
+        return self.log()[-6000:]
+
+
+_OPEN: list[Engine] = []
+
+
+@atexit.register
+def _close_all() -> None:
+    for engine in list(_OPEN):
+        engine.close()
+
+
+def _context() -> Any:
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["vllm", "vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker"])
+    return context
+
+
+def _serve(pipe: Any, spec: EngineSpec, environment: dict[str, str], log: str) -> None:
+    """The engine's process: starts vLLM, then answers until told to close."""
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.environ.update(environment)
+    if str(HERE) not in sys.path:
+        sys.path.insert(0, str(HERE))
+    try:
+        from vllm.config import KVTransferConfig
+
+        from vllm import LLM
+
+        arguments = spec.llm_arguments()
+        config = spec.connector_config()
+        if config is not None:
+            arguments["kv_transfer_config"] = KVTransferConfig(**config)
+        llms = [LLM(**arguments)]
+    except BaseException:
+        pipe.send(("failed", traceback.format_exc()))
+        return
+    pipe.send(("ready", None))
+
+    def twin() -> None:
+        again = dict(arguments)
+        if config is not None:
+            again["kv_transfer_config"] = KVTransferConfig(**config)
+        llms.append(LLM(**again))
+
+    operations: dict[str, Callable[..., Any]] = {
+        "ask": lambda prompts, max_tokens, which=0: _generate(llms[which], prompts, max_tokens),
+        "reset": lambda connector, which=0: llms[which].reset_prefix_cache(
+            reset_connector=connector
+        ),
+        "rpc": lambda method, *given: llms[0].collective_rpc(method, args=given),
+        "twin": twin,
+    }
+    while True:
+        try:
+            operation, given = pipe.recv()
+        except EOFError:
+            break
+        if operation == "close":
+            break
+        try:
+            pipe.send(("ok", operations[operation](*given)))
+        except Exception:
+            pipe.send(("error", traceback.format_exc()))
+    for llm in llms:
+        with contextlib.suppress(Exception):
+            llm.llm_engine.engine_core.shutdown()
+    sys.stdout.flush()
+
+
+def _generate(llm: Any, prompts: list[Prompt], max_tokens: int) -> Any:
+    from vllm.lora.request import LoRARequest
+
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(
+        temperature=0,
+        max_tokens=max_tokens,
+        logprobs=NUM_LOGPROBS,
+        detokenize=False,
+        ignore_eos=True,
+    )
+    inputs: list[dict[str, Any]] = []
+    adapters: list[LoRARequest | None] = []
+    for prompt in prompts:
+        entry: dict[str, Any] = {"prompt_token_ids": list(prompt.tokens)}
+        if prompt.salt is not None:
+            entry["cache_salt"] = prompt.salt
+        inputs.append(entry)
+        if prompt.lora is None:
+            adapters.append(None)
+        else:
+            seed = sum(prompt.lora.encode())
+            folder = models.lora_adapter(prompt.lora, seed)
+            adapters.append(LoRARequest(prompt.lora, seed, str(folder)))
+    outputs = llm.generate(
+        inputs,
+        sampling,
+        use_tqdm=False,
+        lora_request=adapters if any(adapters) else None,
+    )
+    answers = [
+        Answer(
+            tuple(output.outputs[0].token_ids),
+            tuple(
+                {token: entry.logprob for token, entry in position.items()}
+                for position in output.outputs[0].logprobs
+            ),
+            output.num_cached_tokens or 0,
+        )
+        for output in outputs
+    ]
+    counters = dict.fromkeys(_COUNTERS.values(), 0)
+    for metric in llm.get_metrics():
+        if metric.name in _COUNTERS:
+            counters[_COUNTERS[metric.name]] += int(metric.value)
+    return answers, counters
+
+
+assert {f.name for f in fields(Reply)} >= set(_COUNTERS.values())

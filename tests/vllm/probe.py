@@ -1,0 +1,330 @@
+"""A connector that watches the real one, byte by byte.
+
+``ProbeConnector`` is the shipped connector with its worker hooks wrapped. It keeps a
+copy of every chunk the engine computed, compares each block a load has written with
+the copy, and can spoil the engine's KV memory on request. It runs where the worker
+runs; a test reaches it through ``ProbeWorker``, whose methods vLLM adds to its worker.
+Load it with ``kv_connector_module_path="probe"`` and this folder on PYTHONPATH.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from probe_names import FAULTS, FOLDER_VARIABLE, SCHEDULER_FILE
+
+from lmcache_rs.vllm_v1 import LMCacheConnectorV1Dynamic
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+        KVConnectorMetadata,
+        KVConnectorRole,
+    )
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+HASH_BYTES = 32
+# A chunk may be computed twice and differ in its last bits; each such version is kept.
+MAX_VERSIONS = 8
+# Two computations of one chunk differ by rounding; more than this is another chunk.
+ROUNDING = 1e-2
+NOISE_SCALE = 3.0
+
+# One chunk's key, and one computation of it: a tensor [blocks, ...] per layer.
+Key = tuple[str, bytes]
+Version = list[torch.Tensor]
+
+_worker_probe: ProbeConnector | None = None
+
+
+@dataclass
+class _Target:
+    """One engine block that a load must write, and where its bytes come from."""
+
+    block_id: int
+    key: Key
+    block_in_chunk: int
+
+
+class ProbeConnector(LMCacheConnectorV1Dynamic):
+    """The shipped connector under watch."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        global _worker_probe
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._probe_meta: Any = None
+        self._probe_is_worker = role.name == "WORKER"
+        if not self._probe_is_worker:
+            folder = os.environ.get(FOLDER_VARIABLE)
+            self._probe_file = Path(folder) / SCHEDULER_FILE if folder else None
+            return
+        self.block_size = int(vllm_config.cache_config.block_size)
+        assert vllm_config.kv_transfer_config is not None
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        default = -(-256 // self.block_size) * self.block_size
+        self.chunk_size = int(extra.get("lmcache.chunk_size", default))
+        self.layers: list[torch.Tensor] = []
+        self.recorded: dict[Key, list[Version]] = {}
+        self.fault: str | None = None
+        self.totals: Counter[str] = Counter()
+        self.details: list[str] = []
+        _worker_probe = self
+
+    # The scheduler's half.
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        meta: KVConnectorMetadata = super().build_connector_meta(scheduler_output)
+        if self._probe_file is not None:
+            scratch = self._probe_file.with_suffix(".new")
+            scratch.write_text(json.dumps(self.counters()), encoding="utf-8")
+            scratch.replace(self._probe_file)
+        return meta
+
+    # The worker's half.
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        super().register_kv_caches(kv_caches)
+        self.layers = [kv_caches[name] for name in sorted(kv_caches, key=_layer_number)]
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        self._probe_meta = connector_metadata
+        super().bind_connector_metadata(connector_metadata)
+
+    @torch.inference_mode()
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        targets = self._load_targets()
+        if not targets:
+            super().start_load_kv(forward_context, **kwargs)
+            return
+        # What the blocks hold now may be right by chance: a block freed a moment ago.
+        self._fill_with_noise([target.block_id for target in targets])
+        before = [layer.clone() for layer in self.layers]
+        # Every bit is flipped while the load runs, so that a write of what a block held
+        # already is seen too. The load must be done when the call returns.
+        for layer in self.layers:
+            _bits(layer).bitwise_not_()
+        super().start_load_kv(forward_context, **kwargs)
+        self._restore_others(targets, before)
+        if self.fault is not None:
+            self._plant(self.fault, targets, before)
+            self.fault = None
+        self._compare(targets)
+
+    @torch.inference_mode()
+    def wait_for_save(self) -> None:
+        super().wait_for_save()
+        for request in getattr(self._probe_meta, "requests", []):
+            spec = request.save_spec
+            if spec is None or not spec.can_save:
+                continue
+            first = spec.skip_leading_tokens // self.chunk_size
+            for chunk in range(first, request.num_tokens // self.chunk_size):
+                self._record(self._key(request, chunk), self._chunk_blocks(request, chunk))
+        self.totals["steps"] += 1
+
+    # What the test asks for.
+
+    @torch.inference_mode()
+    def poison(self, seed: int) -> int:
+        """Overwrites every block of the engine's KV memory; returns the bytes written."""
+        generator = torch.Generator().manual_seed(seed)
+        written = 0
+        for layer in self.layers:
+            layer.normal_(0.0, NOISE_SCALE, generator=generator)
+            written += layer.numel() * layer.element_size()
+        return written
+
+    def report(self) -> dict[str, Any]:
+        """What was seen since the last report, and the connector's own accounts."""
+        seen = {
+            "probe": dict(self.totals),
+            "details": self.details[:10],
+            "memory": self.memory_stats(),
+            "counters": self.counters(),
+            "layer_shape": list(self.layers[0].shape) if self.layers else [],
+            "layer_bytes": sum(t.numel() * t.element_size() for t in self.layers),
+            "pid": os.getpid(),
+        }
+        self.totals.clear()
+        self.details.clear()
+        return seen
+
+    # How it is done.
+
+    def _key(self, request: Any, chunk: int) -> Key:
+        start = chunk * HASH_BYTES
+        return str(request.namespace), bytes(request.hashes[start : start + HASH_BYTES])
+
+    def _chunk_blocks(self, request: Any, chunk: int) -> list[int]:
+        per_chunk = self.chunk_size // self.block_size
+        return list(request.block_ids[chunk * per_chunk : (chunk + 1) * per_chunk])
+
+    def _load_targets(self) -> list[_Target]:
+        targets = []
+        for request in getattr(self._probe_meta, "requests", []):
+            spec = request.load_spec
+            if spec is None or not spec.can_load:
+                continue
+            if spec.vllm_cached_tokens % self.block_size:
+                self._note("unaligned_starts", f"{request.req_id}: {spec}")
+            first = spec.vllm_cached_tokens // self.block_size
+            last = -(-spec.lmcache_cached_tokens // self.block_size)
+            for block in range(first, last):
+                chunk, inside = divmod(block * self.block_size, self.chunk_size)
+                key = self._key(request, chunk)
+                targets.append(_Target(request.block_ids[block], key, inside // self.block_size))
+            self.totals["loads"] += 1
+        return targets
+
+    def _record(self, key: Key, block_ids: list[int]) -> None:
+        version = [layer[block_ids].clone() for layer in self.layers]
+        versions = self.recorded.setdefault(key, [])
+        if any(_same(version, known) for known in versions):
+            return
+        if versions and not _close(version, versions[0]):
+            # Not kept: a fault planted once must not become what is right.
+            self._note("diverging_chunks", f"{key[1].hex()[:16]} was computed twice, unlike")
+            return
+        if len(versions) == MAX_VERSIONS:
+            versions.pop(1)
+        versions.append(version)
+        self.totals["recorded_chunks"] += 1
+
+    def _compare(self, targets: list[_Target]) -> None:
+        block_bytes = sum(t[0].numel() * t.element_size() for t in self.layers)
+        for target in targets:
+            self.totals["loaded_blocks"] += 1
+            self.totals["loaded_bytes"] += block_bytes
+            versions = self.recorded.get(target.key)
+            name = f"block {target.block_id} of chunk {target.key[1].hex()[:16]}"
+            if versions is None:
+                self._note("unknown_blocks", f"{name}: loaded, never seen stored")
+                continue
+            wrong = min((self._wrong_layers(target, version) for version in versions), key=len)
+            if wrong:
+                self._note("wrong_blocks", f"{name}: differs in layers {wrong}")
+
+    def _restore_others(self, targets: list[_Target], before: Version) -> None:
+        others = torch.ones(self.layers[0].shape[0], dtype=torch.bool)
+        others[[target.block_id for target in targets]] = False
+        keep = others.nonzero().flatten()
+        for number, (layer, old) in enumerate(zip(self.layers, before, strict=True)):
+            # Compared as integers: a NaN equals itself.
+            written = (_bits(layer)[keep] != ~_bits(old)[keep]).flatten(1).any(1)
+            for block in keep[written].tolist():
+                self._note("stray_blocks", f"block {block} layer {number}: not to be written")
+            layer[keep] = old[keep]
+
+    def _wrong_layers(self, target: _Target, version: Version) -> list[int]:
+        return [
+            number
+            for number, layer in enumerate(self.layers)
+            if not torch.equal(
+                _bits(layer[target.block_id]), _bits(version[number][target.block_in_chunk])
+            )
+        ]
+
+    def _note(self, kind: str, text: str) -> None:
+        self.totals[kind] += 1
+        self.details.append(f"{kind}: {text}")
+
+    def _fill_with_noise(self, block_ids: list[int]) -> None:
+        for layer in self.layers:
+            layer[block_ids] = (
+                torch.randn(len(block_ids), *layer.shape[1:]).mul_(NOISE_SCALE).to(layer.dtype)
+            )
+
+    def _plant(self, fault: str, targets: list[_Target], before: Version) -> None:
+        by_chunk: dict[Key, list[_Target]] = {}
+        for target in targets:
+            by_chunk.setdefault(target.key, []).append(target)
+        chunks = list(by_chunk.values())
+        ids = [target.block_id for target in targets]
+        if fault == "nothing_loaded":
+            for layer, old in zip(self.layers, before, strict=True):
+                layer[ids] = old[ids]
+        elif fault == "chunk_zeroed":
+            for layer in self.layers:
+                layer[[target.block_id for target in chunks[0]]] = 0
+        elif fault in ("chunks_swapped", "chunks_reordered"):
+            other = chunks[1] if fault == "chunks_reordered" else chunks[-1]
+            one = [target.block_id for target in chunks[0]]
+            two = [target.block_id for target in other]
+            for layer in self.layers:
+                held = layer[one].clone()
+                layer[one] = layer[two]
+                layer[two] = held
+        elif fault == "kv_swapped":
+            for layer in self.layers:
+                for block in ids:
+                    # Inside each (block, head): the plane of K, then the plane of V.
+                    planes = layer[block].view(layer.shape[1], 2, -1)
+                    planes.copy_(planes.flip(1))
+        elif fault == "byte_first_layer":
+            self._flip_byte(self.layers[0][ids[0]])
+        elif fault == "byte_last_layer":
+            self._flip_byte(self.layers[-1][ids[0]])
+        else:
+            raise ValueError(f"no fault named {fault!r}; choose one of {', '.join(FAULTS)}")
+        self.totals["planted"] += 1
+
+    def _flip_byte(self, block: torch.Tensor) -> None:
+        """Flips the top exponent bit of one V number of a moderate size.
+
+        The number becomes huge, so the flip cannot round away: one byte changes and
+        the attention of every later token sees it.
+        """
+        values = block.view(block.shape[0], 2, -1)[0, 1]
+        moderate = ((values.abs() > 1e-3) & (values.abs() < 0.5)).nonzero().flatten()
+        place = int(moderate[0])
+        bits = values.view(torch.int32)
+        bits[place] = int(bits[place]) ^ 0x4000_0000
+
+
+class ProbeWorker:
+    """Methods added to vLLM's worker, for ``collective_rpc`` by name."""
+
+    def probe_report(self) -> dict[str, Any]:
+        return _probe().report()
+
+    def probe_poison(self, seed: int) -> int:
+        return _probe().poison(seed)
+
+    def probe_fault(self, fault: str) -> None:
+        _probe().fault = fault
+
+
+def _probe() -> ProbeConnector:
+    if _worker_probe is None:
+        raise RuntimeError("this worker holds no ProbeConnector: start the engine with one")
+    return _worker_probe
+
+
+def _layer_number(name: str) -> tuple[int, str]:
+    numbers = [int(part) for part in name.split(".") if part.isdigit()]
+    return (numbers[0] if numbers else 0), name
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.view(width[tensor.element_size()])
+
+
+def _same(one: Version, two: Version) -> bool:
+    return all(torch.equal(_bits(a), _bits(b)) for a, b in zip(one, two, strict=True))
+
+
+def _close(one: Version, two: Version) -> bool:
+    return all(
+        torch.allclose(a, b, rtol=ROUNDING, atol=ROUNDING) for a, b in zip(one, two, strict=True)
+    )
