@@ -1,0 +1,389 @@
+"""The engine: stores a prompt's KV, finds it again, and writes it back.
+
+`LMCacheEngine` is what an inference engine drives, with its own KV tensors. The vLLM connector uses
+the same engine through `store_chunks` and `load_chunks`, which take hashes made elsewhere.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+from lmcache_rs import _native
+from lmcache_rs.config import LMCacheEngineConfig, LMCacheMetadata
+from lmcache_rs.gpu_connector import LAYOUTS, Layout, RegisteredCache, register
+from lmcache_rs.key import Namespaces
+from lmcache_rs.token_database import ChunkedTokenDatabase, mask_bytes, token_buffer
+
+if TYPE_CHECKING:
+    import torch
+
+    from lmcache_rs.storage import StorageManager
+    from lmcache_rs.token_database import Mask, Tokens
+
+_NO_LOOKUP = ""
+
+
+class Stored(NamedTuple):
+    """What a store did: chunks, tokens and bytes newly stored, and chunks that memory refused."""
+
+    chunks: int
+    tokens: int
+    bytes: int
+    refused_chunks: int
+
+
+class Loaded(NamedTuple):
+    """What a load did: every token below `end` is there now; tokens and bytes written."""
+
+    end: int
+    tokens: int
+    bytes: int
+
+
+class LMCacheEngine:
+    """A KV cache beside an inference engine.
+
+    Args:
+        config: Settings.
+        metadata: Facts of the model; part of every key.
+        layout: How the KV tensors lie in memory: `split` (`[2, blocks, block, heads, head]`, the
+            default) or `opaque` (whole blocks; `metadata.block_size` says how many tokens each).
+
+    Raises:
+        MemoryError: The pool (`max_local_cpu_size`) cannot be had.
+    """
+
+    def __init__(
+        self,
+        config: LMCacheEngineConfig,
+        metadata: LMCacheMetadata,
+        *,
+        layout: Layout | None = None,
+    ) -> None:
+        self.config = config
+        self.metadata = metadata
+        self.layout: Layout = layout or "split"
+        if self.layout not in LAYOUTS:
+            raise ValueError(f"layout {layout!r} is unknown; known are {', '.join(LAYOUTS)}")
+        self.token_database = ChunkedTokenDatabase(config, metadata)
+        self.chunk_size = config.chunk_size
+        self._save_unfull_chunk = config.saves_unfull_chunk(alone=False)
+        self._namespaces = Namespaces(config, metadata)
+        self._registered: RegisteredCache | None = None
+        self._registered_from: tuple[object, ...] = ()
+        self._lock = threading.Lock()
+        self._closed = False
+        self.local_cpu: _native.LocalCpu | None = None
+        if config.local_cpu:
+            self.local_cpu = _native.LocalCpu(config.max_local_cpu_bytes, config.lease_timeout_ms)
+
+    # --- what an engine developer calls -------------------------------------------------------
+
+    def store(
+        self,
+        tokens: Tokens,
+        mask: Mask | None = None,
+        *,
+        kvcaches: Sequence[torch.Tensor],
+        slot_mapping: torch.Tensor | Sequence[int],
+        extra_keys: object = None,
+        request_configs: Mapping[str, Any] | None = None,
+        req_id: str | None = None,
+    ) -> int:
+        """Stores the full chunks of a prompt that are not stored yet.
+
+        Args:
+            tokens: Token ids of the whole prompt, from its first token on.
+            mask: One bool a token, False then True: chunks that begin in the run of False are skipped.
+            kvcaches: One tensor a layer, in the engine's layout.
+            slot_mapping: int64, one slot a token (block * tokens per block + offset); a chunk with a
+                slot of -1 is not stored, nor are those behind it.
+            extra_keys: What besides the tokens decides the KV.
+            request_configs: The request's configs, whose `lmcache.tag.*` keep requests apart.
+            req_id: The request's name, for logs.
+
+        Returns:
+            Number of tokens newly stored; 0 when all were there. Memory ending early is a success.
+
+        Raises:
+            ValueError, TypeError: The arguments contradict each other or the layout.
+            RuntimeError: The engine is closed.
+        """
+        self._require_open()
+        if self.local_cpu is None:
+            return 0
+        registered = self._register(kvcaches)
+        num_tokens = len(tokens)
+        slots = _slots(slot_mapping, num_tokens)
+        first = 0
+        if mask is not None:
+            first = _native.leading_false(mask_bytes(mask), num_tokens) // self.chunk_size
+        with_tail = self._save_unfull_chunk and registered.layout != "opaque"
+        hashes, covered = self._chain(tokens, extra_keys, with_tail=with_tail)
+        return self._store(
+            registered,
+            self._namespaces.text(request_configs),
+            hashes,
+            num_tokens=covered,
+            slots=slots,
+            first=first,
+        ).tokens
+
+    def retrieve(
+        self,
+        tokens: Tokens,
+        mask: Mask | None = None,
+        *,
+        kvcaches: Sequence[torch.Tensor],
+        slot_mapping: torch.Tensor | Sequence[int],
+        extra_keys: object = None,
+        request_configs: Mapping[str, Any] | None = None,
+        req_id: str | None = None,
+    ) -> torch.Tensor:
+        """Writes the longest stored prefix into the engine's KV tensors.
+
+        Args:
+            tokens: Token ids of the whole prompt, from its first token on.
+            mask: One bool a token, False then True. False: the engine holds the token, its slot is
+                not written. Any count of False is right where tokens have addresses; with the opaque
+                layout the part of a block behind it is not loaded.
+            kvcaches: One tensor a layer, in the engine's layout.
+            slot_mapping: int64, one slot a token; -1 is not written.
+            extra_keys: As given to `store`.
+            request_configs: As given to `store`.
+            req_id: The lookup id under which `lookup` leased what is loaded now.
+
+        Returns:
+            `ret_mask`, a bool tensor of `[num_tokens]`: True where the token was loaded.
+
+        Raises:
+            ValueError, TypeError: The arguments contradict each other or the layout.
+            RuntimeError: The engine is closed.
+        """
+        import torch
+
+        self._require_open()
+        num_tokens = len(tokens)
+        ret_mask = torch.zeros(num_tokens, dtype=torch.bool)
+        skip = 0
+        if mask is not None:
+            skip = _native.leading_false(mask_bytes(mask), num_tokens)
+        slots = _slots(slot_mapping, num_tokens)
+        if self.local_cpu is None or not self.is_healthy():
+            return ret_mask
+        registered = self._register(kvcaches)
+        if registered.layout == "opaque":
+            skip = -(-skip // registered.block_tokens) * registered.block_tokens
+        with_tail = self._save_unfull_chunk and registered.layout != "opaque"
+        hashes, covered = self._chain(tokens, extra_keys, with_tail=with_tail)
+        loaded = self._load(
+            registered,
+            req_id or _NO_LOOKUP,
+            self._namespaces.text(request_configs),
+            hashes,
+            num_tokens=covered,
+            slots=slots,
+            skip=min(skip, num_tokens),
+        )
+        ret_mask[skip : loaded.end] = True
+        if loaded.tokens and -1 in slots[skip : loaded.end]:
+            placed = torch.as_tensor(slots[skip : loaded.end]) != -1
+            ret_mask[skip : loaded.end] = placed
+        return ret_mask
+
+    def lookup(
+        self,
+        tokens: Tokens,
+        *,
+        lookup_id: str | None = None,
+        extra_keys: object = None,
+        request_configs: Mapping[str, Any] | None = None,
+    ) -> int:
+        """Length in tokens of the longest stored prefix.
+
+        With `lookup_id` it is leased until a `retrieve` with that `req_id`, a `release`, or the
+        deadline (`lease_timeout_ms`); a repeated lookup renews the lease.
+
+        Raises:
+            RuntimeError: The engine is closed.
+        """
+        self._require_open()
+        if self.local_cpu is None or self._registered is None:
+            return 0
+        registered = self._registered
+        with_tail = self._save_unfull_chunk and registered.layout != "opaque"
+        hashes, covered = self._chain(tokens, extra_keys, with_tail=with_tail)
+        namespace = self._namespaces.text(request_configs)
+        if lookup_id is None:
+            hit_chunks = self.local_cpu.longest_prefix(namespace, hashes)
+        else:
+            hit_chunks, _ = self.local_cpu.lookup(lookup_id, namespace, hashes)
+        return min(hit_chunks * self.chunk_size, covered)
+
+    def release(self, lookup_id: str) -> bool:
+        """Gives back what `lookup_id` leases; whether it leased anything."""
+        return self.local_cpu is not None and self.local_cpu.release(lookup_id)
+
+    def is_healthy(self) -> bool:
+        """Whether loads are to be trusted."""
+        return not self._closed
+
+    @property
+    def storage_manager(self) -> StorageManager:
+        """The tiers, for callers that move whole objects."""
+        from lmcache_rs.storage import StorageManager
+
+        return StorageManager(self.config, local_cpu=self.local_cpu)
+
+    def close(self) -> None:
+        """Ends the engine: later calls raise RuntimeError. Idempotent."""
+        self._closed = True
+        self._registered = None
+        if self.local_cpu is not None:
+            self.local_cpu.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # --- what a connector calls that hashes elsewhere -----------------------------------------
+
+    def register_kv_caches(
+        self, kvcaches: Sequence[torch.Tensor], *, block_tokens: int | None = None
+    ) -> RegisteredCache:
+        """Registers the engine's KV tensors for good, once, before the first store or load."""
+        registered = register(kvcaches, self.layout, block_tokens=block_tokens)
+        # The tensors' own form is part of every key, whatever the metadata states.
+        own = {
+            "registered_dtype": registered.kv_dtype,
+            "registered_layers": str(registered.num_layers),
+            "registered_layout": registered.layout_id,
+        }
+        self._namespaces = Namespaces(self.config, self.metadata, own)
+        self._registered = registered
+        self._registered_from = _identity(kvcaches)
+        return registered
+
+    def store_chunks(
+        self, namespace: str, hashes: bytes, block_ids: Sequence[int], *, first: int = 0
+    ) -> Stored:
+        """Stores full chunks that lie in the given blocks; see `store`."""
+        num_tokens = len(hashes) // 32 * self.chunk_size
+        registered = self._require_registered()
+        return self._store(
+            registered, namespace, hashes, num_tokens=num_tokens, blocks=block_ids, first=first
+        )
+
+    def load_chunks(
+        self, lookup_id: str, namespace: str, hashes: bytes, block_ids: Sequence[int], *, skip: int
+    ) -> Loaded:
+        """Writes the tokens from `skip` on of full chunks into the given blocks; see `retrieve`."""
+        num_tokens = len(hashes) // 32 * self.chunk_size
+        registered = self._require_registered()
+        return self._load(
+            registered, lookup_id, namespace, hashes, num_tokens=num_tokens, blocks=block_ids, skip=skip
+        )
+
+    # --- inside ---------------------------------------------------------------------------------
+
+    def _store(
+        self, registered: RegisteredCache, namespace: str, hashes: bytes, **where: Any
+    ) -> Stored:
+        if self.local_cpu is None or self._closed:
+            return Stored(0, 0, 0, 0)
+        return Stored(
+            *_native.store(
+                self.local_cpu,
+                registered.native,
+                namespace,
+                hashes,
+                chunk_size=self.chunk_size,
+                **where,
+            )
+        )
+
+    def _load(
+        self,
+        registered: RegisteredCache,
+        lookup_id: str,
+        namespace: str,
+        hashes: bytes,
+        *,
+        skip: int,
+        **where: Any,
+    ) -> Loaded:
+        if self.local_cpu is None or self._closed:
+            return Loaded(skip, 0, 0)
+        return Loaded(
+            *_native.load(
+                self.local_cpu,
+                registered.native,
+                lookup_id,
+                namespace,
+                hashes,
+                chunk_size=self.chunk_size,
+                skip=skip,
+                **where,
+            )
+        )
+
+    def _chain(self, tokens: Tokens, extra_keys: object, *, with_tail: bool) -> tuple[bytes, int]:
+        """Packed hashes of the prompt's chunks, and the tokens they cover."""
+        extra = None if extra_keys is None else _native.encode_extra_keys(extra_keys)
+        chain = self.token_database.new_chain()
+        chain.extend(token_buffer(tokens), extra)
+        hashes = chain.hashes()
+        covered = chain.num_chunks * self.chunk_size
+        if with_tail and covered < chain.num_tokens:
+            ((_, covered, tail_hash),) = chain.spans(covered, True, extra)
+            hashes += tail_hash
+        return hashes, covered
+
+    def _register(self, kvcaches: Sequence[torch.Tensor]) -> RegisteredCache:
+        identity = _identity(kvcaches)
+        with self._lock:
+            if self._registered is None or self._registered_from != identity:
+                self.register_kv_caches(kvcaches, block_tokens=self.metadata.block_size)
+            return self._require_registered()
+
+    def _require_registered(self) -> RegisteredCache:
+        if self._registered is None:
+            raise RuntimeError("no KV tensors are registered; call register_kv_caches first")
+        return self._registered
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("this LMCacheEngine is closed; make a new one")
+
+
+def _identity(kvcaches: Sequence[torch.Tensor]) -> tuple[object, ...]:
+    """Tells one set of KV tensors from another: where they lie and how."""
+    return tuple((t.data_ptr(), t.shape, t.stride(), t.dtype, t.device) for t in kvcaches)
+
+
+def _slots(slot_mapping: torch.Tensor | Sequence[int], num_tokens: int) -> Any:
+    """The slot mapping as int64 in host memory.
+
+    Raises:
+        ValueError, TypeError: Another length or element type.
+    """
+    if len(slot_mapping) != num_tokens:
+        raise ValueError(
+            f"slot_mapping has {len(slot_mapping)} entries for {num_tokens} tokens; give one a token"
+        )
+    if hasattr(slot_mapping, "detach"):
+        slots = slot_mapping.detach().cpu().numpy()
+        if str(slots.dtype) != "int64":
+            raise TypeError(f"slot_mapping has dtype {slots.dtype}; it must be int64")
+        return slots
+    return slot_mapping

@@ -1,0 +1,34 @@
+"""The vLLM connector. `LMCacheConnectorV1Dynamic` is a shell around one half of it.
+
+Use it with
+`--kv-transfer-config '{"kv_connector":"LMCacheRsConnector","kv_role":"kv_both","kv_load_failure_policy":"recompute"}'`,
+or, for engines that load no plugins, with `"kv_connector":"LMCacheConnectorV1Dynamic"` and
+`"kv_connector_module_path":"lmcache_rs.vllm_v1"`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["LMCacheConnectorV1Dynamic", "register"]  # noqa: F822 (made on first use)
+
+CONNECTOR_NAME = "LMCacheRsConnector"
+
+
+def register() -> None:
+    """Makes the connector known to vLLM under its name; called by vLLM as a plugin, any number of times."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    if CONNECTOR_NAME not in KVConnectorFactory._registry:
+        KVConnectorFactory.register_connector(
+            CONNECTOR_NAME, "lmcache_rs.vllm_v1.connector", "LMCacheConnectorV1Dynamic"
+        )
+
+
+def __getattr__(name: str) -> Any:
+    # vLLM calls `register` in every process it starts: that must not import the whole connector.
+    if name == "LMCacheConnectorV1Dynamic":
+        from lmcache_rs.vllm_v1.connector import LMCacheConnectorV1Dynamic
+
+        return LMCacheConnectorV1Dynamic
+    raise AttributeError(f"module 'lmcache_rs.vllm_v1' has no attribute {name!r}")

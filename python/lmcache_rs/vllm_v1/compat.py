@@ -1,0 +1,192 @@
+"""What this package needs to know about vLLM, version by version, in one place."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import vllm
+from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
+
+from lmcache_rs import _native
+from lmcache_rs.config import LMCacheMetadata
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+# vLLM formats and shows the records of its own loggers only; ours is a child of them, in name.
+logger = logging.getLogger("vllm.lmcache_rs")
+
+TESTED_VERSIONS = ("0.32.0",)
+BROKEN_VERSIONS: Mapping[str, str] = {}
+"""vLLM versions known not to work, each with the reason."""
+
+
+class UnsupportedEngineError(RuntimeError):
+    """This engine or model cannot be served rightly; start-up stops."""
+
+
+def engine_verdict() -> str:
+    """`supported` or `untested`, with vLLM's version.
+
+    Raises:
+        UnsupportedEngineError: The version is known to be broken.
+    """
+    version = vllm.__version__.split("+")[0]
+    if version in BROKEN_VERSIONS:
+        raise UnsupportedEngineError(
+            f"lmcache_rs cannot serve vLLM {version}: {BROKEN_VERSIONS[version]}; "
+            f"use {TESTED_VERSIONS[-1]}"
+        )
+    verdict = "supported" if version in TESTED_VERSIONS else "untested"
+    return f"vLLM {version} ({verdict})"
+
+
+def require_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    """Stops for what would be served wrongly.
+
+    Raises:
+        UnsupportedEngineError: Names the feature and what to change.
+    """
+    parallel = vllm_config.parallel_config
+    modes = {
+        "tensor_parallel_size": "tensor",
+        "pipeline_parallel_size": "pipeline",
+        "data_parallel_size": "data",
+        "decode_context_parallel_size": "decode context",
+        "prefill_context_parallel_size": "prefill context",
+    }
+    for setting, mode in modes.items():
+        size = getattr(parallel, setting, 1)
+        if size > 1:
+            raise UnsupportedEngineError(
+                f"lmcache_rs does not serve {mode} parallelism yet: {setting} is {size}; set it to 1"
+            )
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) != 1:
+        kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)
+        raise UnsupportedEngineError(
+            f"lmcache_rs serves models with one KV cache group, this one has {len(groups)} ({kinds}); "
+            "start vLLM with --disable-hybrid-kv-cache-manager or without this connector"
+        )
+
+
+def block_size_of(kv_cache_config: KVCacheConfig) -> int:
+    """Tokens of a block, as the engine resolved it; the user's flag may say otherwise."""
+    return int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
+
+
+def block_bytes_of(kv_cache_config: KVCacheConfig) -> int:
+    """Bytes of one block of one layer, as the engine declares them."""
+    return int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.page_size_bytes)
+
+
+def metadata_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> LMCacheMetadata:
+    """The facts of the model that both halves know, and that enter every key."""
+    group = kv_cache_config.kv_cache_groups[0]
+    spec = group.kv_cache_spec
+    dtype = str(getattr(spec, "dtype", vllm_config.model_config.dtype)).removeprefix("torch.")
+    cache_dtype = str(vllm_config.cache_config.cache_dtype)
+    if cache_dtype != "auto":
+        dtype = f"{cache_dtype}-{dtype}"
+    layout = kv_cache_config.kv_cache_layout or "undeclared"
+    return LMCacheMetadata(
+        model_name=vllm_config.model_config.model,
+        world_size=1,
+        worker_id=0,
+        kv_dtype=dtype,
+        stored_form="opaque",
+        layout_id=f"{type(spec).__name__}-{layout}-{spec.page_size_bytes}",
+        block_size=spec.block_size,
+        num_layers=len(group.layer_names),
+    )
+
+
+def kv_tensors(
+    kv_caches: Mapping[str, torch.Tensor], kv_cache_config: KVCacheConfig
+) -> list[torch.Tensor]:
+    """The registered tensors in the engine's order of layers, their block axis certified.
+
+    Whole blocks are copied, so what must be certain is where a block begins and ends: the first
+    axis counts the engine's blocks, and one step of it holds as many bytes as the engine says.
+
+    Raises:
+        UnsupportedEngineError: It is not certain.
+    """
+    import torch
+
+    names = kv_cache_config.kv_cache_groups[0].layer_names
+    missing = [name for name in names if name not in kv_caches]
+    if missing:
+        raise UnsupportedEngineError(
+            f"lmcache_rs found no KV tensor for layer {missing[0]}; this model shares or hides layers"
+        )
+    tensors = []
+    num_blocks = kv_cache_config.num_blocks
+    block_bytes = block_bytes_of(kv_cache_config)
+    for name in names:
+        tensor = kv_caches[name]
+        if not isinstance(tensor, torch.Tensor):
+            raise UnsupportedEngineError(
+                f"lmcache_rs cannot copy the KV of layer {name}: it is a {type(tensor).__name__}"
+            )
+        found = tensor[0].numel() * tensor.element_size() if tensor.shape[0] else 0
+        whole = tensor.shape[0] == num_blocks and tensor[0].is_contiguous()
+        if not whole or found != block_bytes:
+            raise UnsupportedEngineError(
+                f"lmcache_rs cannot certify the block axis of layer {name}: {num_blocks} blocks of "
+                f"{block_bytes} bytes declared, tensor {list(tensor.shape)} with strides "
+                f"{list(tensor.stride())} found; use a KV layout with the block outside heads and tokens"
+            )
+        tensors.append(tensor)
+    return tensors
+
+
+class ExtraKeys:
+    """What besides the tokens enters a request's chunks, as vLLM's own function forms it."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self._next_mm_item = 0
+        # Without any of these, vLLM's function gives None for every block.
+        self._is_plain = (
+            request.lora_request is None
+            and not request.mm_features
+            and not request.cache_salt
+            and request.prompt_embeds is None
+        )
+
+    def of_chunks(self, start: int, num_chunks: int, chunk_size: int) -> list[bytes | None] | None:
+        """Encoded extra keys of consecutive chunks, the first of which begins at token `start`.
+
+        Chunks are asked for in order, each once: multimodal items are walked along.
+        """
+        if self._is_plain:
+            return None
+        encoded: list[bytes | None] = []
+        for chunk_start in range(start, start + num_chunks * chunk_size, chunk_size):
+            keys, self._next_mm_item = generate_block_hash_extra_keys(
+                self._request, chunk_start, chunk_start + chunk_size, self._next_mm_item
+            )
+            encoded.append(None if keys is None else _native.encode_extra_keys(keys))
+        return encoded
+
+
+def block_table(scheduler_output: SchedulerOutput, req_id: str) -> list[int]:
+    """The request's current block table; empty if the engine does not say."""
+    state = scheduler_output.kv_connector_block_state
+    tables = None if state is None else state.get_block_ids(req_id)
+    return list(tables[0]) if tables else []
+
+
+def request_configs_of(request: Request) -> dict[str, Any]:
+    """The `lmcache.*` entries of the request's kv_transfer_params."""
+    params = request.kv_transfer_params or {}
+    return {name: value for name, value in params.items() if name.startswith("lmcache.")}
+
+

@@ -1,0 +1,182 @@
+"""`LMCacheConnectorV1Dynamic`: vLLM's hooks, each handed to the half that answers it.
+
+Nothing is decided here. A fault of ours never reaches vLLM: each hook has an answer that means
+"no cache", which it gives when its half is missing or fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from lmcache_rs.vllm_v1.manager import LMCacheManager
+from lmcache_rs.vllm_v1.metadata import LMCacheConnectorMetadata, LMCacheWorkerMetadata
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+Answer = TypeVar("Answer")
+
+
+class LMCacheConnectorV1Dynamic(KVConnectorBase_V1):
+    """KV that outlives the engine's blocks, handed back through vLLM's connector hooks."""
+
+    _cache_hit_source = CacheHitSource.HOST
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._manager = LMCacheManager(
+            vllm_config, kv_cache_config, is_scheduler=role == KVConnectorRole.SCHEDULER
+        )
+
+    def _guard(self, where: str, no_cache: Answer, work: Callable[[], Answer]) -> Answer:
+        """Runs a hook; a fault is noted and `no_cache` answered."""
+        try:
+            return work()
+        except Exception as error:
+            self._manager.faults.note(where, error)
+            return no_cache
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """False: a save that is lost is a miss later, not a broken hand-off."""
+        return False
+
+    # --- worker half --------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Takes in the engine's KV tensors. Stops the start where they cannot be served rightly."""
+        self._manager.register_kv_caches(kv_caches)
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        """Loads the step's promises."""
+        worker, metadata = self._manager.worker, self._bound_metadata()
+        if worker is not None and metadata is not None:
+            self._guard("start_load_kv", None, lambda: worker.start_load_kv(metadata))
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """In bulk mode every load is done before the forward pass begins."""
+
+    def save_kv_layer(
+        self,
+        layer_name: str,
+        kv_layer: torch.Tensor,
+        attn_metadata: AttentionMetadata,
+        **kwargs: Any,
+    ) -> None:
+        """In bulk mode saves are made after the forward pass."""
+
+    def wait_for_save(self) -> None:
+        """Saves what the step computed."""
+        worker, metadata = self._manager.worker, self._bound_metadata()
+        if worker is not None and metadata is not None:
+            self._guard("wait_for_save", None, lambda: worker.wait_for_save(metadata))
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks that do not hold what was promised."""
+        worker = self._manager.worker
+        return set() if worker is None else worker.take_failed_block_ids()
+
+    def build_connector_worker_meta(self) -> LMCacheWorkerMetadata | None:
+        """What the step stored and loaded."""
+        worker = self._manager.worker
+        return None if worker is None else worker.take_outcomes()
+
+    def _bound_metadata(self) -> LMCacheConnectorMetadata | None:
+        metadata = self._connector_metadata
+        return metadata if isinstance(metadata, LMCacheConnectorMetadata) else None
+
+    # --- scheduler half -----------------------------------------------------------------------------
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Tokens that can be loaded beyond those the engine has."""
+        half = self._manager.scheduler
+        if half is None:
+            return 0, False
+        return self._guard(
+            "get_num_new_matched_tokens",
+            (0, False),
+            lambda: half.get_num_new_matched_tokens(request, num_computed_tokens),
+        )
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        """Blocks were granted, or the load is off."""
+        half = self._manager.scheduler
+        if half is not None:
+            self._guard(
+                "update_state_after_alloc",
+                None,
+                lambda: half.update_state_after_alloc(request, num_external_tokens),
+            )
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """What the worker half loads and saves in this step."""
+        half = self._manager.scheduler
+        if half is None:
+            return LMCacheConnectorMetadata()
+        return self._guard(
+            "build_connector_meta",
+            LMCacheConnectorMetadata(),
+            lambda: half.build_connector_meta(scheduler_output),
+        )
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """Takes in what the workers did."""
+        half = self._manager.scheduler
+        if half is not None:
+            self._guard(
+                "update_connector_output",
+                None,
+                lambda: half.update_connector_output(connector_output),
+            )
+
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Forgets the request. Its blocks may be freed at once: saves are done in their step."""
+        half = self._manager.scheduler
+        if half is not None:
+            self._guard("request_finished", None, lambda: half.request_finished(request))
+        return False, None
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """No KV events in this version."""
+        return ()
+
+    # --- both halves ----------------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        """Ends this half."""
+        self._guard("shutdown", None, self._manager.shutdown)
+
+    def counters(self) -> dict[str, Any]:
+        """What has happened since the start, on this half."""
+        half = self._manager.scheduler or self._manager.worker
+        return {**({} if half is None else half.counters()), "faults": self._manager.faults.counts.total()}
+
+    def memory_stats(self) -> dict[str, int]:
+        """The books of the pool, walked entry by entry; empty on the scheduler half."""
+        worker = self._manager.worker
+        return {} if worker is None else dict(worker.memory_stats())

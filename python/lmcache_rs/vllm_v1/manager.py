@@ -1,0 +1,143 @@
+"""What a connector is made of, from the first setting to the last socket: `LMCacheManager`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lmcache_rs.config import LMCacheEngineConfig, disabled_by_environment
+from lmcache_rs.vllm_v1 import compat
+from lmcache_rs.vllm_v1.faults import Faults
+from lmcache_rs.vllm_v1.scheduler import LMCacheSchedulerHalf
+from lmcache_rs.vllm_v1.worker import LMCacheWorkerHalf
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+class LMCacheManager:
+    """Builds one half of the connector and owns its start-up and shutdown.
+
+    Settings that are wrong, and engines that cannot be served rightly, stop the start. Everything
+    else that fails leaves an engine that serves without a cache, loudly; `strict` makes it a stop.
+
+    Args:
+        vllm_config: The engine's configuration.
+        kv_cache_config: The engine's KV cache.
+        is_scheduler: Which half.
+
+    Raises:
+        ConfigError: A setting is wrong.
+        UnsupportedEngineError: This engine or model is not served.
+    """
+
+    def __init__(
+        self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, is_scheduler: bool
+    ) -> None:
+        transfer = vllm_config.kv_transfer_config
+        self.faults = Faults()
+        self.scheduler: LMCacheSchedulerHalf | None = None
+        self.worker: LMCacheWorkerHalf | None = None
+        self._kv_cache_config = kv_cache_config
+        self._is_scheduler = is_scheduler
+        if disabled_by_environment():
+            self._say("switched off by LMCACHE_RS_DISABLE; the engine serves without it")
+            return
+        config = LMCacheEngineConfig.resolve(
+            connector_extra_config=transfer.kv_connector_extra_config
+        )
+        self.verdict = compat.engine_verdict()
+        compat.require_supported(vllm_config, kv_cache_config)
+        chunk_size = config.chunk_size_for(compat.block_size_of(kv_cache_config))
+        if chunk_size != config.chunk_size:
+            config = config.with_values("rounded up to the engine's block", chunk_size=chunk_size)
+        self.config = config
+        self._metadata = compat.metadata_of(vllm_config, kv_cache_config)
+        engine_id = str(transfer.engine_id)
+        self._load_failure_policy = str(transfer.kv_load_failure_policy)
+        try:
+            if is_scheduler:
+                role = str(transfer.kv_role)
+                self.scheduler = LMCacheSchedulerHalf(
+                    config, self._metadata, engine_id, role, self.faults
+                )
+            else:
+                self.worker = LMCacheWorkerHalf(config, self._metadata, engine_id, self.faults)
+        except Exception as error:
+            self._degrade("start", error)
+
+    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Gives the worker half the engine's tensors and prints the banner.
+
+        Raises:
+            UnsupportedEngineError: The tensors' block axis cannot be certified.
+        """
+        if self.worker is None:
+            return
+        tensors = compat.kv_tensors(kv_caches, self._kv_cache_config)
+        try:
+            self.worker.register_kv_caches(tensors, compat.block_bytes_of(self._kv_cache_config))
+        except Exception as error:
+            self._degrade("register_kv_caches", error)
+            return
+        self._print_banner(tensors)
+
+    def _print_banner(self, tensors: list[torch.Tensor]) -> None:
+        assert self.worker is not None
+        from importlib.metadata import version
+
+        capacity_bytes, capacity_tokens = self.worker.capacity()
+        self._say(
+            "%s on %s; %d layers of %s %s, copied in whole blocks; chunk %d tokens; chain %s (%s)",
+            version("lmcache-rs"),
+            self.verdict,
+            len(tensors),
+            self._metadata.kv_dtype,
+            self._metadata.layout_id,
+            self.config.chunk_size,
+            self.config.chain,
+            self.config.pre_caching_hash_algorithm,
+        )
+        self._say(
+            "capacity %.2f GB = %d tokens of this model on rank 0, the same in total; "
+            "tiers: local_cpu %s",
+            capacity_bytes / 2**30,
+            capacity_tokens,
+            "healthy" if capacity_bytes else "off",
+        )
+        for key, value, source in self.config.describe():
+            if source != "default":
+                self._say("setting %s = %s (%s)", key, value, source)
+        for notice in self.config.notices:
+            self._say("%s", notice)
+        if self._load_failure_policy == "fail":
+            compat.logger.warning(
+                "lmcache_rs: kv_load_failure_policy is 'fail' (vLLM's default), which fails a user's request "
+                "when a load fails; add \"kv_load_failure_policy\":\"recompute\" to --kv-transfer-config"
+            )
+
+    def _degrade(self, where: str, error: Exception) -> None:
+        if self.config.strict:
+            raise error
+        self.faults.note(where, error)
+        compat.logger.error(
+            "lmcache_rs: THE ENGINE SERVES WITHOUT A CACHE: %s. `strict: true` makes this a stop.", error
+        )
+        if self.worker is not None:
+            self.worker.shutdown()
+        self.scheduler = self.worker = None
+
+    def shutdown(self) -> None:
+        """Ends both halves. Idempotent."""
+        if self.scheduler is not None:
+            self.scheduler.shutdown()
+        if self.worker is not None:
+            self.worker.shutdown()
+
+    def _say(self, message: str, *values: object) -> None:
+        # One half speaks for both, or every line would stand twice.
+        if not self._is_scheduler:
+            compat.logger.info("lmcache_rs: " + message, *values)

@@ -1,0 +1,337 @@
+"""The scheduler half: which tokens are stored, which blocks get them, what is saved.
+
+Lives in vLLM's scheduler and owns no bytes. A request has one `RequestTracker` from the first time
+it is seen to its end; everything promised to the scheduler stands on a lease that the worker half
+holds under the request's id.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from lmcache_rs import _native, lookup
+from lmcache_rs.key import Namespaces
+from lmcache_rs.token_database import resolve_none_hash
+from lmcache_rs.vllm_v1 import compat
+from lmcache_rs.vllm_v1.metadata import (
+    LMCacheConnectorMetadata,
+    LMCacheWorkerMetadata,
+    LoadSpec,
+    ReqMeta,
+    SaveSpec,
+)
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+    from lmcache_rs.config import LMCacheEngineConfig, LMCacheMetadata
+    from lmcache_rs.vllm_v1.faults import Faults
+
+NULL_BLOCK = 0
+"""vLLM's placeholder in a block table: it holds no KV."""
+LOG_LINES_PER_SECOND = 20
+
+
+@dataclass
+class RequestTracker:
+    """What is known about one request.
+
+    Args:
+        request: vLLM's own object.
+        namespace: Where its chunks live; None when the request does not use the cache.
+        can_save: Whether its KV may be stored.
+        chain: Its prefix chain, extended as tokens appear; each token is hashed once.
+        extra_keys: What besides the tokens enters the chain.
+        saved_tokens: Tokens handed to the worker for saving, or loaded from the store.
+        computed_tokens: Tokens computed after the last step.
+        load_spec: A promise made to the scheduler and not yet given to the worker.
+    """
+
+    request: Request
+    namespace: str | None
+    can_save: bool
+    chain: _native.Chain
+    extra_keys: compat.ExtraKeys
+    saved_tokens: int = 0
+    computed_tokens: int = 0
+    load_spec: LoadSpec | None = None
+    local_tokens: int = 0
+    external_tokens: int = 0
+    stored_tokens: int = 0
+    first_seen: float = field(default_factory=time.monotonic)
+
+    def extend_chain(self, num_tokens: int, chunk_size: int) -> None:
+        """Hashes the request's tokens up to `num_tokens`, as far as they are known."""
+        known = self.chain.num_tokens
+        end = min(num_tokens, len(self.request.all_token_ids))
+        if end <= known:
+            return
+        start = self.chain.num_chunks * chunk_size
+        num_chunks = (end - start) // chunk_size
+        extra = self.extra_keys.of_chunks(start, num_chunks, chunk_size)
+        self.chain.extend(self.request.all_token_ids[known:end], extra)
+
+
+class LMCacheSchedulerHalf:
+    """See the module's description.
+
+    Args:
+        config: Settings, with the chunk size that suits the engine.
+        metadata: Facts of the model.
+        engine_id: Names the worker half to ask.
+        kv_role: `kv_both`, `kv_producer` (never loads) or `kv_consumer` (never saves).
+        faults: Where faults of ours are noted.
+    """
+
+    def __init__(
+        self,
+        config: LMCacheEngineConfig,
+        metadata: LMCacheMetadata,
+        engine_id: str,
+        kv_role: str,
+        faults: Faults,
+    ) -> None:
+        self._config = config
+        self._chunk_size = config.chunk_size
+        self._none_hash = resolve_none_hash(config)
+        self._namespaces = Namespaces(config, metadata)
+        self._loads = kv_role != "kv_producer"
+        self._saves = kv_role != "kv_consumer"
+        self._saves_all = kv_role == "kv_producer"
+        self._trackers: dict[str, RequestTracker] = {}
+        # Finished in this step; their last outcome is still on its way from the workers.
+        self._finished: dict[str, RequestTracker] = {}
+        self._client = lookup.connect(engine_id, 0, deadline_ms=config.lookup_timeout_ms)
+        self._log_allowance = float(LOG_LINES_PER_SECOND)
+        self._log_time = time.monotonic()
+        self._counts = {"hit_tokens": 0, "promised_tokens": 0, "bypassed_requests": 0}
+        self.faults = faults
+
+    # --- lookup -----------------------------------------------------------------------------------
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Tokens that can be loaded beyond those the engine has; None if that is not known yet.
+
+        At least one token of the request is left to compute, as vLLM needs it for the logits.
+        """
+        tracker = self._track(request)
+        tracker.load_spec = None
+        tracker.local_tokens = num_computed_tokens
+        if not self._loads or tracker.namespace is None or request.skip_reading_prefix_cache:
+            return 0, False
+        if request.num_tokens - 1 - num_computed_tokens < self._config.min_retrieve_tokens:
+            return self._promise_nothing(request.request_id)
+        tracker.extend_chain(request.num_tokens, self._chunk_size)
+        hashes = tracker.chain.hashes()
+        if not hashes:
+            return 0, False
+        hit_chunks = self._client.lookup(hashes, request.request_id, tracker.namespace)
+        if hit_chunks is None:
+            return None, False
+        hit_tokens = hit_chunks * self._chunk_size
+        end = min(hit_tokens, request.num_tokens - 1)
+        num_new = end - num_computed_tokens
+        if num_new <= 0 or num_new < self._config.min_retrieve_tokens:
+            return self._promise_nothing(request.request_id)
+        tracker.load_spec = LoadSpec(num_computed_tokens, hit_tokens)
+        return num_new, False
+
+    def _promise_nothing(self, req_id: str) -> tuple[int, bool]:
+        # The record ends too: when the request is asked about again, more may be stored.
+        self._client.end(req_id, release=True)
+        return 0, False
+
+    def update_state_after_alloc(self, request: Request, num_external_tokens: int) -> None:
+        """Blocks were granted: the load goes ahead, or, with 0 tokens, is off."""
+        req_id = request.request_id
+        tracker = self._track(request)
+        spec = tracker.load_spec
+        if num_external_tokens == 0 or spec is None:
+            tracker.load_spec = None
+            self._client.end(req_id, release=True)
+            return
+        spec.can_load = True
+        tracker.external_tokens = num_external_tokens
+        self._counts["promised_tokens"] += num_external_tokens
+        self._client.end(req_id, release=False)
+
+    # --- the step -----------------------------------------------------------------------------------
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> LMCacheConnectorMetadata:
+        """What the worker half loads before and saves after this step."""
+        metadata = LMCacheConnectorMetadata()
+        self._log_finished()
+        for req_id, num_scheduled in scheduler_output.num_scheduled_tokens.items():
+            tracker = self._trackers.get(req_id)
+            if tracker is None or tracker.namespace is None:
+                continue
+            # A promise must reach the worker whatever happens to the rest.
+            load_spec, tracker.load_spec = tracker.load_spec, None
+            if load_spec is not None and not load_spec.can_load:
+                load_spec = None
+            block_ids: list[int] = []
+            try:
+                block_ids = compat.block_table(scheduler_output, req_id)
+                drafts = len(scheduler_output.scheduled_spec_decode_tokens.get(req_id, ()))
+                req = self._describe(tracker, load_spec, block_ids, num_scheduled - drafts)
+            except Exception as error:
+                self.faults.note("build_connector_meta", error)
+                if load_spec is not None:
+                    metadata.unloadable_block_ids.update(block_ids)
+                continue
+            if req is not None:
+                metadata.requests.append(req)
+        return metadata
+
+    def _describe(
+        self,
+        tracker: RequestTracker,
+        load_spec: LoadSpec | None,
+        block_ids: list[int],
+        num_new_tokens: int,
+    ) -> ReqMeta | None:
+        chunk_size = self._chunk_size
+        computed = tracker.request.num_computed_tokens + num_new_tokens
+        if load_spec is not None:
+            # What is loaded is stored; what was handed out before may have been evicted since.
+            tracker.saved_tokens = load_spec.lmcache_cached_tokens // chunk_size * chunk_size
+        elif tracker.request.num_computed_tokens < tracker.computed_tokens:
+            # A failed load or a preemption took tokens back: they are computed, and saved, again.
+            valid = tracker.request.num_computed_tokens // chunk_size * chunk_size
+            tracker.saved_tokens = min(tracker.saved_tokens, valid)
+        tracker.computed_tokens = computed
+        save_end = self._save_end(tracker, computed, block_ids)
+        save_spec = None
+        if save_end > tracker.saved_tokens:
+            skip = 0 if self._saves_all else tracker.saved_tokens
+            save_spec = SaveSpec(skip_leading_tokens=skip, can_save=True)
+            tracker.saved_tokens = save_end
+        if load_spec is None and save_spec is None:
+            return None
+        load_end = 0 if load_spec is None else load_spec.lmcache_cached_tokens
+        return ReqMeta(
+            req_id=tracker.request.request_id,
+            num_tokens=save_end if save_spec else 0,
+            hashes=tracker.chain.hashes(max(load_end, save_end) // chunk_size),
+            block_ids=block_ids,
+            namespace=tracker.namespace or "",
+            load_spec=load_spec,
+            save_spec=save_spec,
+        )
+
+    def _save_end(self, tracker: RequestTracker, computed: int, block_ids: list[int]) -> int:
+        """End of the full chunks that may be saved after this step, in tokens."""
+        if not self._saves or not tracker.can_save:
+            return 0
+        request, chunk_size = tracker.request, self._chunk_size
+        # Positions past the known tokens hold drafts, or tokens the scheduler has not seen yet.
+        end = min(computed, len(request.all_token_ids))
+        if not self._config.save_decode_cache:
+            end = min(end, request.num_prompt_tokens)
+        end = end // chunk_size * chunk_size
+        if end <= tracker.saved_tokens:
+            return 0
+        if NULL_BLOCK in block_ids:
+            block_tokens = self._block_tokens
+            hole = block_ids.index(NULL_BLOCK) * block_tokens
+            end = min(end, hole // chunk_size * chunk_size)
+        end = min(end, len(block_ids) * self._block_tokens // chunk_size * chunk_size)
+        tracker.extend_chain(end, chunk_size)
+        return end
+
+    # --- the end ------------------------------------------------------------------------------------
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """Takes in what the workers did."""
+        outcome = connector_output.kv_connector_worker_meta
+        if isinstance(outcome, LMCacheWorkerMetadata):
+            for req_id, of_request in outcome.outcomes.items():
+                tracker = self._trackers.get(req_id) or self._finished.get(req_id)
+                if tracker is not None:
+                    tracker.stored_tokens += of_request.stored_tokens
+                self._counts["hit_tokens"] += of_request.loaded_tokens
+        self._log_finished()
+
+    def request_finished(self, request: Request) -> None:
+        """Forgets the request, whatever its state; its lease goes back."""
+        self._client.end(request.request_id, release=True)
+        tracker = self._trackers.pop(request.request_id, None)
+        if tracker is not None:
+            self._finished[request.request_id] = tracker
+
+    def _log_finished(self) -> None:
+        for req_id, tracker in self._finished.items():
+            if not self._config.log_requests or not self._may_log():
+                continue
+            compat.logger.info(
+                "lmcache_rs: request %s prompt %d tokens, %d from the engine, %d from lmcache_rs, "
+                "%d stored, %.0f ms",
+                req_id,
+                tracker.request.num_prompt_tokens,
+                tracker.local_tokens,
+                tracker.external_tokens,
+                tracker.stored_tokens,
+                (time.monotonic() - tracker.first_seen) * 1e3,
+            )
+        self._finished.clear()
+
+    def _may_log(self) -> bool:
+        now = time.monotonic()
+        earned = (now - self._log_time) * LOG_LINES_PER_SECOND
+        self._log_allowance = min(self._log_allowance + earned, LOG_LINES_PER_SECOND)
+        self._log_time = now
+        if self._log_allowance < 1:
+            return False
+        self._log_allowance -= 1
+        return True
+
+    def counters(self) -> dict[str, Any]:
+        """What has happened since the start."""
+        return {
+            **self._counts,
+            **self._client.stats(),
+            "hashed_bytes": _native.hashed_bytes(),
+            "tracked_requests": len(self._trackers),
+        }
+
+    def shutdown(self) -> None:
+        """Ends the half; leases end by their deadlines."""
+        self._client.close()
+        self._trackers.clear()
+
+    # --- inside -------------------------------------------------------------------------------------
+
+    def _track(self, request: Request) -> RequestTracker:
+        tracker = self._trackers.get(request.request_id)
+        known = len(request.all_token_ids)
+        if tracker is not None and tracker.request is request and tracker.chain.num_tokens <= known:
+            return tracker
+        configs = compat.request_configs_of(request)
+        namespace: str | None
+        try:
+            namespace = self._namespaces.text(configs)
+        except (TypeError, ValueError) as error:
+            # A tag that cannot be part of a key must not be left out of it.
+            namespace = None
+            self._counts["bypassed_requests"] += 1
+            compat.logger.warning("lmcache_rs: request %s bypasses the cache: %s", request.request_id, error)
+        tracker = RequestTracker(
+            request=request,
+            namespace=namespace,
+            can_save=not configs.get("lmcache.skip_save", False),
+            chain=_native.Chain(self._chunk_size, self._none_hash),
+            extra_keys=compat.ExtraKeys(request),
+        )
+        self._trackers[request.request_id] = tracker
+        return tracker
+
+    @property
+    def _block_tokens(self) -> int:
+        block_size = self._namespaces.facts["block_size"]
+        return int(block_size)

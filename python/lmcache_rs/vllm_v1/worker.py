@@ -1,0 +1,242 @@
+"""The worker half: moves KV between the engine's blocks and the store.
+
+Lives beside the model and owns the bytes. In bulk mode a step's loads are done before its forward
+pass and its saves after it, both before the hook returns, so that no block is touched while vLLM
+may use it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from lmcache_rs import _native, lookup
+from lmcache_rs.cache_engine import LMCacheEngine
+from lmcache_rs.vllm_v1 import compat
+from lmcache_rs.vllm_v1.metadata import (
+    LMCacheConnectorMetadata,
+    LMCacheWorkerMetadata,
+    ReqMeta,
+    RequestOutcome,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+    from lmcache_rs.config import LMCacheEngineConfig, LMCacheMetadata
+    from lmcache_rs.vllm_v1.faults import Faults
+
+HASH_BYTES = 32
+
+
+class PoolTooSmallError(ValueError):
+    """The pool does not hold one chunk of this model."""
+
+
+class LMCacheWorkerHalf:
+    """See the module's description.
+
+    Args:
+        config: Settings, with the chunk size that suits the engine.
+        metadata: Facts of the model.
+        engine_id: The name under which the scheduler half asks.
+        faults: Where faults of ours are noted.
+    """
+
+    def __init__(
+        self,
+        config: LMCacheEngineConfig,
+        metadata: LMCacheMetadata,
+        engine_id: str,
+        faults: Faults,
+    ) -> None:
+        self._config = config
+        self._metadata = metadata
+        self._engine_id = engine_id
+        self._faults = faults
+        self._engine: LMCacheEngine | None = None
+        self._server: _native.LookupServer | None = None
+        self._failed_block_ids: set[int] = set()
+        self._outcomes: dict[str, RequestOutcome] = {}
+        self._counts = dict.fromkeys(
+            (
+                "stored_chunks",
+                "stored_bytes",
+                "refused_chunks",
+                "loaded_chunks",
+                "loaded_tokens",
+                "loaded_bytes",
+                "failed_loads",
+                "dropped_saves",
+            ),
+            0,
+        )
+
+    # --- start-up -----------------------------------------------------------------------------------
+
+    def register_kv_caches(self, tensors: list[torch.Tensor], block_bytes: int) -> None:
+        """Makes the pool, registers the engine's tensors, and opens for lookups.
+
+        Raises:
+            PoolTooSmallError, MemoryError, OSError: The cache cannot serve; the engine can.
+            LayoutError: The tensors are not what they are declared to be.
+        """
+        block_tokens = self._metadata.block_size or 1
+        chunk_bytes = block_bytes * len(tensors) * (self._config.chunk_size // block_tokens)
+        pool_bytes = self._config.max_local_cpu_bytes
+        if self._config.local_cpu and pool_bytes < chunk_bytes:
+            raise PoolTooSmallError(
+                f"max_local_cpu_size is {pool_bytes} bytes, one chunk of {self._config.chunk_size} tokens "
+                f"of this model takes {chunk_bytes}; set it to at least {chunk_bytes / 2**30:.4f} (GB)"
+            )
+        engine = LMCacheEngine(self._config, self._metadata, layout="opaque")
+        try:
+            engine.register_kv_caches(tensors, block_tokens=block_tokens)
+            if engine.local_cpu is not None:
+                lookup.register_local(self._engine_id, 0, engine.local_cpu)
+                path = lookup.lookup_socket_path(self._engine_id, 0)
+                self._server = _native.LookupServer(path, engine.local_cpu)
+        except BaseException:
+            engine.close()
+            raise
+        self._engine = engine
+
+    def capacity(self) -> tuple[int, int]:
+        """The pool in bytes, and in tokens of this model."""
+        if self._engine is None or self._engine.local_cpu is None:
+            return 0, 0
+        capacity_bytes = self._engine.local_cpu.capacity_bytes
+        return capacity_bytes, capacity_bytes // self._chunk_bytes * self._config.chunk_size
+
+    @property
+    def _chunk_bytes(self) -> int:
+        registered = self._engine and self._engine._registered
+        return registered.native.chunk_bytes(self._config.chunk_size) if registered else 0
+
+    def is_healthy(self) -> bool:
+        """Whether loads and saves are to be trusted."""
+        return self._engine is not None and self._engine.is_healthy()
+
+    # --- the step -----------------------------------------------------------------------------------
+
+    def start_load_kv(self, metadata: LMCacheConnectorMetadata) -> None:
+        """Loads what the step's requests were promised; what fails is reported in the same step."""
+        self._failed_block_ids |= metadata.unloadable_block_ids
+        for req in metadata.requests:
+            if req.load_spec is None or not req.load_spec.can_load:
+                continue
+            try:
+                end = self._load(req)
+            except Exception as error:
+                self._faults.note("start_load_kv", error)
+                end = req.load_spec.vllm_cached_tokens
+            if end < req.load_spec.lmcache_cached_tokens:
+                self._record_failed_blocks(req, end)
+
+    def _load(self, req: ReqMeta) -> int:
+        """Loads for one request; every token below the returned one is in its block."""
+        assert req.load_spec is not None
+        skip, end = req.load_spec.vllm_cached_tokens, req.load_spec.lmcache_cached_tokens
+        if self._engine is None or not self._engine.is_healthy():
+            return skip
+        chunk_size = self._config.chunk_size
+        hashes = req.hashes[: end // chunk_size * HASH_BYTES]
+        loaded = self._engine.load_chunks(
+            req.req_id, req.namespace, hashes, req.block_ids, skip=skip
+        )
+        self._outcome(req.req_id).loaded_tokens += loaded.tokens
+        self._counts["loaded_tokens"] += loaded.tokens
+        self._counts["loaded_bytes"] += loaded.bytes
+        self._counts["loaded_chunks"] += -(-loaded.end // chunk_size) - skip // chunk_size
+        return loaded.end
+
+    def _record_failed_blocks(self, req: ReqMeta, loaded_end: int) -> None:
+        """Every block that was promised and does not hold what was promised."""
+        assert req.load_spec is not None
+        self._counts["failed_loads"] += 1
+        failed = failed_blocks(
+            req.block_ids,
+            self._metadata.block_size or 1,
+            loaded_end,
+            req.load_spec.lmcache_cached_tokens,
+        )
+        self._failed_block_ids |= failed
+        compat.logger.warning(
+            "lmcache_rs: load of request %s ended at token %d of %d; %d blocks are reported as failed",
+            req.req_id,
+            loaded_end,
+            req.load_spec.lmcache_cached_tokens,
+            len(failed),
+        )
+
+    def wait_for_save(self, metadata: LMCacheConnectorMetadata) -> None:
+        """Saves what the step computed; done when this returns."""
+        for req in metadata.requests:
+            if req.save_spec is None or not req.save_spec.can_save:
+                continue
+            if self._failed_block_ids:
+                # The step ran on blocks that hold something else: nothing it computed may be kept.
+                self._counts["dropped_saves"] += 1
+                continue
+            try:
+                self._save(req)
+            except Exception as error:
+                self._faults.note("wait_for_save", error)
+
+    def _save(self, req: ReqMeta) -> None:
+        if self._engine is None or not self._engine.is_healthy():
+            return
+        num_chunks = req.num_tokens // self._config.chunk_size
+        # From chunk 0 on, not from what is known to be stored: what was evicted since is stored anew,
+        # or the chunks behind it could not be reached.
+        stored = self._engine.store_chunks(
+            req.namespace, req.hashes[: num_chunks * HASH_BYTES], req.block_ids
+        )
+        self._outcome(req.req_id).stored_tokens += stored.tokens
+        self._counts["stored_chunks"] += stored.chunks
+        self._counts["stored_bytes"] += stored.bytes
+        self._counts["refused_chunks"] += stored.refused_chunks
+
+    def take_failed_block_ids(self) -> set[int]:
+        """Blocks whose loads failed since the last call."""
+        failed, self._failed_block_ids = self._failed_block_ids, set()
+        return failed
+
+    def take_outcomes(self) -> LMCacheWorkerMetadata | None:
+        """What was stored and loaded since the last call, by request."""
+        outcomes, self._outcomes = self._outcomes, {}
+        return LMCacheWorkerMetadata(outcomes) if outcomes else None
+
+    def _outcome(self, req_id: str) -> RequestOutcome:
+        return self._outcomes.setdefault(req_id, RequestOutcome())
+
+    # --- for operators ------------------------------------------------------------------------------
+
+    def counters(self) -> dict[str, Any]:
+        """What has happened since the start."""
+        return {**self._counts, "hashed_bytes": _native.hashed_bytes()}
+
+    def memory_stats(self) -> Mapping[str, int]:
+        """The books of the pool, walked entry by entry."""
+        if self._engine is None or self._engine.local_cpu is None:
+            return {}
+        return self._engine.local_cpu.audit()
+
+    def shutdown(self) -> None:
+        """Closes the socket and gives the memory back. Idempotent."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+        if self._engine is not None:
+            if self._engine.local_cpu is not None:
+                lookup.unregister_local(self._engine_id, 0, self._engine.local_cpu)
+            self._engine.close()
+
+
+def failed_blocks(
+    block_ids: list[int], block_tokens: int, loaded_end: int, promised_end: int
+) -> set[int]:
+    """Ids of the blocks that hold any token from `loaded_end` to `promised_end`."""
+    first = loaded_end // block_tokens
+    last = -(-promised_end // block_tokens)
+    return set(block_ids[first:last])

@@ -1,0 +1,33 @@
+//! The extension module `lmcache_rs._native`: a list of exports. It marshals and decides nothing.
+
+mod errors;
+mod gate;
+mod key;
+mod memory;
+mod storage;
+mod token;
+mod transfer;
+
+/// The native half of lmcache_rs.
+#[pyo3::pymodule]
+mod _native {
+    #[pymodule_export]
+    use crate::key::{encode_key, parse_key};
+    #[pymodule_export]
+    use crate::memory::{LocalCpu, MemoryObj};
+    #[pymodule_export]
+    use crate::storage::{
+        LookupServer, decode_lookup_answer, encode_lookup_request, encode_ping_request,
+        encode_release_request,
+    };
+    #[pymodule_export]
+    use crate::token::{
+        Chain, chunk_aligned, encode_extra_keys, hashed_bytes, leading_false, sha256_cbor,
+    };
+    #[pymodule_export]
+    use crate::transfer::{PagedCache, load, store};
+
+    /// What this build is: version, profile, whether debug assertions are on.
+    #[pymodule_export]
+    use crate::gate::build_info;
+}

@@ -1,0 +1,221 @@
+//! Registration of an engine's cache and the batched calls of a step. Taking in pointers is the only unsafe code.
+
+use std::sync::Arc;
+
+use lmcache_core::hash::ChunkHash;
+use lmcache_core::layout::{PagedLayout, Placement};
+use lmcache_transfer::flow::{self, Chunks};
+use lmcache_transfer::host;
+use pyo3::buffer::PyBuffer;
+use pyo3::exceptions::{PyTypeError, PyValueError};
+use pyo3::prelude::*;
+
+use crate::errors::NativeError;
+use crate::gate::{Owned, enter};
+use crate::memory::LocalCpu;
+use crate::token::packed_hashes;
+
+/// An engine's paged KV cache in host memory.
+#[pyclass(frozen, module = "lmcache_rs._native")]
+pub(crate) struct PagedCache(Owned<Arc<host::PagedCache>>);
+
+impl PagedCache {
+    fn register(
+        layers: &[(usize, usize)],
+        layout: PagedLayout,
+        num_blocks: usize,
+        keep_alive: Py<PyAny>,
+    ) -> PyResult<Self> {
+        // SAFETY: the caller vouches for the addresses (they are `data_ptr()` of tensors) and hands over the
+        // tensors as `keep_alive`, which is held as long as the value; the engine leaves the blocks of a
+        // copy alone while the call runs, as vLLM's connector hooks promise.
+        let paged =
+            unsafe { host::PagedCache::new(layers, layout, num_blocks, Box::new(keep_alive)) };
+        Ok(Self(Owned::new(Arc::new(
+            paged.map_err(NativeError::from)?,
+        ))))
+    }
+}
+
+#[pymethods]
+impl PagedCache {
+    /// A cache of which only whole blocks have a meaning. `layers`: (address, bytes) each.
+    #[staticmethod]
+    #[pyo3(signature = (layers, num_blocks, *, block_tokens, block_bytes, block_stride, keep_alive))]
+    fn opaque(
+        layers: Vec<(usize, usize)>,
+        num_blocks: usize,
+        block_tokens: usize,
+        block_bytes: usize,
+        block_stride: usize,
+        keep_alive: Py<PyAny>,
+    ) -> PyResult<Self> {
+        let layout = PagedLayout::Opaque {
+            block_tokens,
+            block_bytes,
+            block_stride,
+        };
+        Self::register(&layers, layout, num_blocks, keep_alive)
+    }
+
+    /// A cache whose tokens have addresses; strides in bytes. `layers`: (address, bytes) each.
+    #[staticmethod]
+    #[pyo3(signature = (layers, num_blocks, *, block_tokens, block_stride, token_stride, planes, plane_stride,
+        heads, head_stride, run_bytes, keep_alive))]
+    #[expect(clippy::too_many_arguments, reason = "the layout's numbers, one each")]
+    fn tokens(
+        layers: Vec<(usize, usize)>,
+        num_blocks: usize,
+        block_tokens: usize,
+        block_stride: usize,
+        token_stride: usize,
+        planes: usize,
+        plane_stride: usize,
+        heads: usize,
+        head_stride: usize,
+        run_bytes: usize,
+        keep_alive: Py<PyAny>,
+    ) -> PyResult<Self> {
+        let layout = PagedLayout::Tokens {
+            block_tokens,
+            block_stride,
+            token_stride,
+            planes,
+            plane_stride,
+            heads,
+            head_stride,
+            run_bytes,
+        };
+        Self::register(&layers, layout, num_blocks, keep_alive)
+    }
+
+    /// Bytes that a chunk of `num_tokens` takes in the stored form, over all layers.
+    fn chunk_bytes(&self, num_tokens: usize) -> PyResult<usize> {
+        let paged = self.0.get()?;
+        let layer_bytes = paged
+            .layout()
+            .layer_bytes(num_tokens)
+            .map_err(NativeError::from)?;
+        Ok(layer_bytes * paged.num_layers())
+    }
+
+    /// Registered layers.
+    #[getter]
+    fn num_layers(&self) -> PyResult<usize> {
+        Ok(self.0.get()?.num_layers())
+    }
+}
+
+/// Where tokens lie: a block table (list of int) or a slot mapping (buffer or list of int, -1 skipped).
+enum Place {
+    Blocks(Vec<u32>),
+    Slots(Vec<i64>),
+}
+
+impl Place {
+    fn read(
+        py: Python<'_>,
+        blocks: Option<Vec<u32>>,
+        slots: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Self> {
+        match (blocks, slots) {
+            (Some(blocks), None) => Ok(Self::Blocks(blocks)),
+            (None, Some(slots)) => match PyBuffer::<i64>::get(slots) {
+                Ok(buffer) if buffer.dimensions() == 1 => Ok(Self::Slots(buffer.to_vec(py)?)),
+                Ok(buffer) => {
+                    let dimensions = buffer.dimensions();
+                    Err(PyValueError::new_err(format!(
+                        "slot_mapping must have one dimension, got {dimensions}"
+                    )))
+                }
+                Err(_) => slots.extract().map(Self::Slots).map_err(|error| {
+                    PyTypeError::new_err(format!(
+                        "slot_mapping must hold int64, one a token: {error}"
+                    ))
+                }),
+            },
+            _ => Err(PyValueError::new_err("give either blocks or slots")),
+        }
+    }
+
+    fn placement(&self) -> Placement<'_> {
+        match self {
+            Self::Blocks(blocks) => Placement::Blocks(blocks),
+            Self::Slots(slots) => Placement::Slots(slots),
+        }
+    }
+}
+
+fn chunks<'a>(
+    namespace: &'a str,
+    hashes: &'a [ChunkHash],
+    chunk_size: usize,
+    num_tokens: usize,
+    place: &'a Place,
+) -> Chunks<'a> {
+    Chunks {
+        namespace,
+        hashes,
+        chunk_size,
+        num_tokens,
+        placement: place.placement(),
+    }
+}
+
+/// Stores what is new of a prompt's chunks: `(chunks, tokens, bytes, refused_chunks)`.
+#[pyfunction]
+#[pyo3(signature = (local_cpu, paged, namespace, hashes, *, chunk_size, num_tokens, blocks=None, slots=None, first=0))]
+#[expect(clippy::too_many_arguments, reason = "one batched call a request")]
+pub(crate) fn store(
+    py: Python<'_>,
+    local_cpu: &LocalCpu,
+    paged: &PagedCache,
+    namespace: &str,
+    hashes: &[u8],
+    chunk_size: usize,
+    num_tokens: usize,
+    blocks: Option<Vec<u32>>,
+    slots: Option<&Bound<'_, PyAny>>,
+    first: usize,
+) -> PyResult<(usize, usize, usize, usize)> {
+    let (local_cpu, paged) = (local_cpu.store()?, paged.0.get()?);
+    let place = Place::read(py, blocks, slots)?;
+    let stored = enter(py, || {
+        let hashes = packed_hashes(hashes)?;
+        let chunks = chunks(namespace, &hashes, chunk_size, num_tokens, &place);
+        flow::store(local_cpu, paged, &chunks, first).map_err(NativeError::from)
+    })?;
+    Ok((
+        stored.chunks,
+        stored.tokens,
+        stored.bytes,
+        stored.refused_chunks,
+    ))
+}
+
+/// Writes the tokens from `skip` on into the engine's cache: `(end, tokens, bytes)`.
+#[pyfunction]
+#[pyo3(signature = (local_cpu, paged, lookup_id, namespace, hashes, *, chunk_size, num_tokens, blocks=None, slots=None, skip=0))]
+#[expect(clippy::too_many_arguments, reason = "one batched call a request")]
+pub(crate) fn load(
+    py: Python<'_>,
+    local_cpu: &LocalCpu,
+    paged: &PagedCache,
+    lookup_id: &str,
+    namespace: &str,
+    hashes: &[u8],
+    chunk_size: usize,
+    num_tokens: usize,
+    blocks: Option<Vec<u32>>,
+    slots: Option<&Bound<'_, PyAny>>,
+    skip: usize,
+) -> PyResult<(usize, usize, usize)> {
+    let (local_cpu, paged) = (local_cpu.store()?, paged.0.get()?);
+    let place = Place::read(py, blocks, slots)?;
+    let loaded = enter(py, || {
+        let hashes = packed_hashes(hashes)?;
+        let chunks = chunks(namespace, &hashes, chunk_size, num_tokens, &place);
+        flow::load(local_cpu, paged, lookup_id, &chunks, skip).map_err(NativeError::from)
+    })?;
+    Ok((loaded.end, loaded.tokens, loaded.bytes))
+}
