@@ -342,6 +342,24 @@ impl LocalCpu {
         taken
     }
 
+    /// The objects of the longest stored prefix; its recency stays as it is.
+    pub fn get(&self, namespace: &str, hashes: &[ChunkHash]) -> Vec<MemoryObj> {
+        let state = self.0.state.lock();
+        let Some(id) = state.namespaces.get(namespace) else {
+            return Vec::new();
+        };
+        let object = |&hash| {
+            state
+                .index
+                .peek(&IndexKey {
+                    namespace: id,
+                    hash,
+                })
+                .cloned()
+        };
+        hashes.iter().map_while(object).collect()
+    }
+
     /// Gives back what `lookup_id` leases. Whether it leased anything.
     pub fn release(&self, lookup_id: &str) -> bool {
         let mut garbage = Vec::new();
