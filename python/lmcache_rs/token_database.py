@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lmcache_rs import _native
@@ -175,3 +176,97 @@ class ChunkedTokenDatabase(TokenDatabase):
             return 0
         num_false = _native.leading_false(mask_bytes(mask), num_tokens)
         return _native.chunk_aligned(num_false, self.chunk_size)
+
+
+class SegmentTokenDatabase(TokenDatabase):
+    """Segments between separators, each named by its own tokens alone.
+
+    A segment's hash does not depend on what stands before it, so a document is found again at any
+    position. Separator tokens belong to no segment, and empty segments are not yielded.
+
+    Args:
+        config: `none_hash_seed` decides the chain.
+        metadata: Facts that enter every key.
+        none_hash: 32-byte parent of every segment; None derives it from the configured seed.
+        separator: Token ids of the separator.
+        blend_special_str: The separator as text, in place of `separator`; needs `encode`.
+        encode: Turns text into token ids, without adding any of its own.
+
+    Raises:
+        ValueError: There is no separator, or it is given twice.
+    """
+
+    def __init__(
+        self,
+        config: LMCacheEngineConfig,
+        metadata: LMCacheMetadata,
+        none_hash: bytes | None = None,
+        *,
+        separator: Sequence[int] | None = None,
+        blend_special_str: str | None = None,
+        encode: Callable[[str], Sequence[int]] | None = None,
+    ) -> None:
+        super().__init__(config, metadata)
+        if (separator is None) == (blend_special_str is None):
+            raise ValueError("give the separator either as token ids or as blend_special_str")
+        if separator is None:
+            if encode is None:
+                raise ValueError("blend_special_str needs encode, which turns it into token ids")
+            separator = encode(blend_special_str or "")
+        self.separator = list(separator)
+        if not self.separator:
+            raise ValueError("the separator has no token; segments need at least one between them")
+        self.none_hash = resolve_none_hash(config, none_hash)
+
+    def process_tokens(
+        self,
+        tokens: Tokens | None = None,
+        hashes: Sequence[bytes] | None = None,
+        offsets: Sequence[int] | None = None,
+        mask: Mask | None = None,
+        make_key: bool = True,
+        request_configs: Mapping[str, Any] | None = None,
+        *,
+        extra_keys: object = None,
+    ) -> Iterator[tuple[int, int, CacheEngineKey | bytes]]:
+        """Yields `(start, end, key)` of the segments in order, the 32-byte hash with `make_key=False`.
+
+        Segments that begin in the mask's leading run of False are not yielded. Otherwise as in
+        `ChunkedTokenDatabase.process_tokens`.
+
+        Raises:
+            ValueError: No tokens, hashes (segments are always hashed here), or a mask of another form.
+        """
+        if tokens is None or hashes is not None or offsets is not None:
+            raise ValueError("SegmentTokenDatabase splits tokens; hashes and offsets cannot be given")
+        skip = 0
+        if mask is not None:
+            skip = _native.leading_false(mask_bytes(mask), len(tokens))
+        extra = None if extra_keys is None else _native.encode_extra_keys(extra_keys)
+        buffer = token_buffer(tokens)
+        spans = []
+        for start, end in self._segments(buffer):
+            if start >= skip:
+                chain = _native.Chain(end - start, self.none_hash)
+                chain.extend(buffer[start:end], extra)
+                spans.append((start, end, chain.hashes()))
+        if not make_key:
+            return iter(spans)
+        key = self.namespaces.key
+        return ((start, end, key(chunk_hash, request_configs)) for start, end, chunk_hash in spans)
+
+    def _segments(self, tokens: Any) -> Iterator[tuple[int, int]]:
+        width = 8
+        haystack = array("q", tokens).tobytes()
+        needle = array("q", self.separator).tobytes()
+        start = search = 0
+        while (found := haystack.find(needle, search)) >= 0:
+            if found % width:
+                search = found + 1
+                continue
+            if found // width > start:
+                yield start, found // width
+            start = found // width + len(self.separator)
+            search = start * width
+        if start < len(tokens):
+            yield start, len(tokens)
