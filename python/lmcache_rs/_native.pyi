@@ -1,8 +1,31 @@
+import sys
 from collections.abc import Mapping, Sequence
 from os import PathLike
 from typing import Any, final
 
 from typing_extensions import Buffer
+
+__all__ = [
+    "Chain",
+    "LocalCpu",
+    "LookupServer",
+    "MemoryObj",
+    "PagedCache",
+    "build_info",
+    "chunk_aligned",
+    "decode_lookup_answer",
+    "encode_extra_keys",
+    "encode_key",
+    "encode_lookup_request",
+    "encode_ping_request",
+    "encode_release_request",
+    "hashed_bytes",
+    "leading_false",
+    "load",
+    "parse_key",
+    "sha256_cbor",
+    "store",
+]
 
 def build_info() -> dict[str, str | bool]: ...
 def chunk_aligned(num_false: int, chunk_size: int) -> int: ...
@@ -54,6 +77,7 @@ def store(
     slots: Buffer | Sequence[int] | None = None,
     first: int = 0,
 ) -> tuple[int, int, int, int]: ...
+
 @final
 class Chain:
     def __new__(cls, chunk_size: int, none_hash: bytes) -> Chain: ...
@@ -102,8 +126,9 @@ class MemoryObj:
     @property
     def sealed(self) -> bool: ...
     def to_bytes(self) -> bytes: ...
-    def __buffer__(self, flags: int, /) -> memoryview: ...
-    def __release_buffer__(self, buffer: memoryview, /) -> None: ...
+    if sys.version_info >= (3, 12):
+        def __buffer__(self, flags: int, /) -> memoryview: ...
+        def __release_buffer__(self, buffer: memoryview, /) -> None: ...
 
 @final
 class PagedCache:

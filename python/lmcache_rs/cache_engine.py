@@ -97,10 +97,11 @@ class LMCacheEngine:
 
         Args:
             tokens: Token ids of the whole prompt, from its first token on.
-            mask: One bool a token, False then True: chunks that begin in the run of False are skipped.
+            mask: One bool a token, False then True: chunks wholly in the run of False
+                are skipped.
             kvcaches: One tensor a layer, in the engine's layout.
-            slot_mapping: int64, one slot a token (block * tokens per block + offset); a chunk with a
-                slot of -1 is not stored, nor are those behind it.
+            slot_mapping: int64, one slot a token (block * tokens per block + offset); a chunk with
+                a slot of -1 is not stored, nor are those behind it.
             extra_keys: What besides the tokens decides the KV.
             request_configs: The request's configs, whose `lmcache.tag.*` keep requests apart.
             req_id: The request's name, for logs.
@@ -148,8 +149,8 @@ class LMCacheEngine:
         Args:
             tokens: Token ids of the whole prompt, from its first token on.
             mask: One bool a token, False then True. False: the engine holds the token, its slot is
-                not written. Any count of False is right where tokens have addresses; with the opaque
-                layout the part of a block behind it is not loaded.
+                not written. Any count of False is right where tokens have addresses; with the
+                opaque layout the part of a block behind it is not loaded.
             kvcaches: One tensor a layer, in the engine's layout.
             slot_mapping: int64, one slot a token; -1 is not written.
             extra_keys: As given to `store`.
@@ -291,10 +292,16 @@ class LMCacheEngine:
         num_tokens = len(hashes) // 32 * self.chunk_size
         registered = self._require_registered()
         return self._load(
-            registered, lookup_id, namespace, hashes, num_tokens=num_tokens, blocks=block_ids, skip=skip
+            registered,
+            lookup_id,
+            namespace,
+            hashes,
+            num_tokens=num_tokens,
+            blocks=block_ids,
+            skip=skip,
         )
 
-    # --- inside ---------------------------------------------------------------------------------
+    # --- inside -------------------------------------------------------------------------------
 
     def _store(
         self, registered: RegisteredCache, namespace: str, hashes: bytes, **where: Any
@@ -379,7 +386,8 @@ def _slots(slot_mapping: torch.Tensor | Sequence[int], num_tokens: int) -> Any:
     """
     if len(slot_mapping) != num_tokens:
         raise ValueError(
-            f"slot_mapping has {len(slot_mapping)} entries for {num_tokens} tokens; give one a token"
+            f"slot_mapping has {len(slot_mapping)} entries for {num_tokens} tokens; "
+            "give one a token"
         )
     if hasattr(slot_mapping, "detach"):
         slots = slot_mapping.detach().cpu().numpy()

@@ -161,6 +161,8 @@ def _address_ranges(kvcaches: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
     """Address and reach in bytes of each tensor: from its first element to the end of its last."""
     ranges = []
     for tensor in kvcaches:
-        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        last = sum(
+            (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        )
         ranges.append((tensor.data_ptr(), (last + 1) * tensor.element_size()))
     return ranges

@@ -111,7 +111,9 @@ class CacheEngineKey:
 
     def split_layers(self, num_layers: int) -> list[LayerCacheEngineKey]:
         """The addresses of the chunk's layers, first to last."""
-        parts = {part.name: getattr(self, part.name) for part in fields(CacheEngineKey) if part.init}
+        parts = {
+            part.name: getattr(self, part.name) for part in fields(CacheEngineKey) if part.init
+        }
         return [LayerCacheEngineKey(**parts, layer_id=layer) for layer in range(num_layers)]
 
     def get_first_layer(self) -> LayerCacheEngineKey:
@@ -136,7 +138,9 @@ class LayerCacheEngineKey(CacheEngineKey):
 
     def to_chunk_key(self) -> CacheEngineKey:
         """The key of the chunk that the layer is part of."""
-        parts = {part.name: getattr(self, part.name) for part in fields(CacheEngineKey) if part.init}
+        parts = {
+            part.name: getattr(self, part.name) for part in fields(CacheEngineKey) if part.init
+        }
         return CacheEngineKey(**parts)
 
 

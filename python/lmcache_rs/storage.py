@@ -68,9 +68,7 @@ class StorageManager:
         local_cpu: The pool to use; None makes one of `max_local_cpu_size`.
     """
 
-    def __init__(
-        self, config: LMCacheEngineConfig, *, local_cpu: LocalCpu | None = None
-    ) -> None:
+    def __init__(self, config: LMCacheEngineConfig, *, local_cpu: LocalCpu | None = None) -> None:
         if local_cpu is None and config.local_cpu:
             local_cpu = LocalCpu(config.max_local_cpu_bytes, config.lease_timeout_ms)
         self._local_cpu = local_cpu
@@ -90,9 +88,7 @@ class StorageManager:
         """
         raise RuntimeError("put is not available; use batched_put, which takes lists")
 
-    def batched_put(
-        self, keys: Sequence[CacheEngineKey], memory_objs: Sequence[MemoryObj]
-    ) -> None:
+    def batched_put(self, keys: Sequence[CacheEngineKey], memory_objs: Sequence[MemoryObj]) -> None:
         """Seals the objects and publishes each under its key. A known key keeps what it has.
 
         Raises:
@@ -123,7 +119,7 @@ class StorageManager:
     def get_block_mapping(
         self, chunks: Iterable[tuple[CacheEngineKey, int, int]]
     ) -> dict[str, list[tuple[CacheEngineKey, int, int]]]:
-        """The stored prefix of `(key, start, end)` chunks, by the name of the tier that has them."""
+        """The stored prefix of `(key, start, end)` chunks, by name of the tier that has them."""
         chunks = list(chunks)
         by_tier = self._prefix_by_tier([key for key, _, _ in chunks])
         return {name: [chunks[position] for position in of] for name, of in by_tier.items()}

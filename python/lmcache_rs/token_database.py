@@ -44,15 +44,14 @@ def mask_bytes(mask: Mask) -> bytes:
     Raises:
         TypeError: The mask does not hold bools.
     """
-    if hasattr(mask, "detach"):
-        mask = mask.detach().cpu().numpy()
-    if hasattr(mask, "tobytes"):
-        if str(mask.dtype) != "bool":
-            raise TypeError(f"mask has dtype {mask.dtype}; it must be bool, one a token")
-        return mask.tobytes()
-    if not all(isinstance(item, bool) for item in mask):
+    array: Any = mask.detach().cpu().numpy() if hasattr(mask, "detach") else mask
+    if hasattr(array, "tobytes"):
+        if str(array.dtype) != "bool":
+            raise TypeError(f"mask has dtype {array.dtype}; it must be bool, one a token")
+        return bytes(array.tobytes())
+    if not all(isinstance(item, bool) for item in array):
         raise TypeError("mask must hold bools, one a token")
-    return bytes(mask)
+    return bytes(array)
 
 
 class TokenDatabase(ABC):
@@ -113,23 +112,23 @@ class ChunkedTokenDatabase(TokenDatabase):
         *,
         extra_keys: object = None,
     ) -> Iterator[tuple[int, int, CacheEngineKey | bytes]]:
-        """Yields `(start, end, key)` of the chunks in order, the 32-byte hash with `make_key=False`.
+        """Yields `(start, end, key)` of the chunks in order; the hash with `make_key=False`.
 
-        Either `tokens` are split and hashed, or `hashes` come with the number of tokens of each chunk
-        in `offsets`. Chunks that lie in the mask's leading run of False are not yielded.
+        Either `tokens` are split and hashed, or `hashes` come with the number of tokens of each
+        chunk in `offsets`. Chunks that lie in the mask's leading run of False are not yielded.
 
         Args:
-            tokens: Token ids, a list, a NumPy array or a torch tensor of int32 or int64, one dimension.
+            tokens: Token ids: a list, or a one-dimensional array or tensor of int32 or int64.
             hashes: 32-byte hashes of the chunks, in order.
             offsets: Tokens of each of these chunks.
             mask: One bool a token, False then True; the count of False a multiple of `chunk_size`.
             make_key: Whether to yield whole keys.
             request_configs: The request's configs, whose `lmcache.tag.*` enter the keys.
-            extra_keys: What besides the tokens decides the KV, any plain value; hashed with each chunk.
+            extra_keys: What besides the tokens decides the KV, any plain value.
 
         Raises:
-            ValueError: Both or neither of tokens and hashes, a mask of another form or length, an id
-                out of range, hashes that do not fit their offsets.
+            ValueError: Both or neither of tokens and hashes, a mask of another form or length, an
+                id out of range, hashes that do not fit their offsets.
             TypeError: A value of a type that cannot be hashed.
         """
         if (tokens is None) == (hashes is None):
@@ -229,16 +228,18 @@ class SegmentTokenDatabase(TokenDatabase):
         *,
         extra_keys: object = None,
     ) -> Iterator[tuple[int, int, CacheEngineKey | bytes]]:
-        """Yields `(start, end, key)` of the segments in order, the 32-byte hash with `make_key=False`.
+        """Yields `(start, end, key)` of the segments in order; the hash with `make_key=False`.
 
         Segments that begin in the mask's leading run of False are not yielded. Otherwise as in
         `ChunkedTokenDatabase.process_tokens`.
 
         Raises:
-            ValueError: No tokens, hashes (segments are always hashed here), or a mask of another form.
+            ValueError: No tokens, hashes (segments are hashed here), or a mask of another form.
         """
         if tokens is None or hashes is not None or offsets is not None:
-            raise ValueError("SegmentTokenDatabase splits tokens; hashes and offsets cannot be given")
+            raise ValueError(
+                "SegmentTokenDatabase splits tokens; hashes and offsets cannot be given"
+            )
         skip = 0
         if mask is not None:
             skip = _native.leading_false(mask_bytes(mask), len(tokens))

@@ -103,9 +103,11 @@ def test_a_second_store_stores_nothing_and_a_longer_prompt_only_its_new_chunks(
     engine: LMCacheEngine,
 ) -> None:
     caches, slots = random_caches(), random_slots(40)
-    store = lambda n: engine.store(  # noqa: E731
-        list(range(n)), kvcaches=caches, slot_mapping=slots[:n]
-    )
+
+    def store(num_tokens: int) -> int:
+        tokens = list(range(num_tokens))
+        return engine.store(tokens, kvcaches=caches, slot_mapping=slots[:num_tokens])
+
     assert [store(16), store(16), store(19), store(40)] == [16, 0, 0, 24]
 
 
@@ -226,8 +228,12 @@ def test_two_engines_in_one_process_share_nothing() -> None:
 
 
 def arguments(**changes: object) -> dict[str, object]:
-    return {"tokens": list(range(16)), "kvcaches": random_caches(),
-            "slot_mapping": random_slots(16), **changes}
+    return {
+        "tokens": list(range(16)),
+        "kvcaches": random_caches(),
+        "slot_mapping": random_slots(16),
+        **changes,
+    }
 
 
 @pytest.mark.parametrize(
@@ -242,7 +248,11 @@ def arguments(**changes: object) -> dict[str, object]:
         ({"mask": torch.ones(16)}, TypeError, "must be bool"),
         ({"kvcaches": []}, ValueError, "one a layer"),
         ({"kvcaches": [torch.zeros(4, 4)]}, ValueError, "another layout"),
-        ({"kvcaches": [torch.zeros(2, 4, 4, 2, 8), torch.zeros(2, 4, 4, 2, 4)]}, ValueError, "alike"),
+        (
+            {"kvcaches": [torch.zeros(2, 4, 4, 2, 8), torch.zeros(2, 4, 4, 2, 4)]},
+            ValueError,
+            "alike",
+        ),
         ({"tokens": [-1] * 16}, (ValueError, OverflowError), "4294967295"),
     ],
 )

@@ -11,7 +11,11 @@ from lmcache_rs import CacheEngineKey, LayerCacheEngineKey
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
 tags = st.dictionaries(
     texts.map(lambda name: "lmcache.tag." + name),
-    st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False) | texts,
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**63 - 1)
+    | st.floats(allow_nan=False)
+    | texts,
     max_size=3,
 )
 keys = st.builds(
@@ -46,9 +50,10 @@ def test_keys_are_equal_exactly_if_their_texts_are(a: CacheEngineKey, b: CacheEn
 @given(st.text(max_size=200))
 def test_reading_any_text_gives_a_key_or_a_value_error(text: str) -> None:
     try:
-        assert CacheEngineKey.from_string(text).to_string() == text
-    except ValueError as error:
-        assert "cache key" in str(error)
+        key = CacheEngineKey.from_string(text)
+    except ValueError:
+        return
+    assert key.to_string() == text
 
 
 def key(**changes: object) -> CacheEngineKey:

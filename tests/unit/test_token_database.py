@@ -104,8 +104,20 @@ def random_extra(rng: random.Random, depth: int = 0) -> object:
         edge = rng.choice([0, 23, 24, 255, 256, 2**16, 2**32, 2**63, 2**64, 2**70, 2**200])
         return rng.choice([1, -1]) * (edge + rng.randint(-1, 1))
     if kind == 3:
-        return rng.choice([0.0, -0.0, 1.5, 1e300, 65504.0, 65505.0, 5.960464477539063e-08,
-                           float("inf"), float("-inf"), rng.uniform(-1e9, 1e9)])
+        return rng.choice(
+            [
+                0.0,
+                -0.0,
+                1.5,
+                1e300,
+                65504.0,
+                65505.0,
+                5.960464477539063e-08,
+                float("inf"),
+                float("-inf"),
+                rng.uniform(-1e9, 1e9),
+            ]
+        )
     if kind == 4:
         return rng.randbytes(rng.choice([0, 1, 23, 24, 255, 256]))
     if kind in (5, 6):
@@ -119,7 +131,9 @@ def test_a_hundred_thousand_cases_equal_hashlib_and_cbor2() -> None:
     rng = random.Random(20)
     pool = WIDTH_EDGES + [rng.randrange(2**32) for _ in range(50)] + list(range(1000, 1100))
     for number in range(100_000):
-        chunk_size = rng.choice([1, 2, 3, 7, 16, 23, 24, 25, 48] if number % 50 else [255, 256, 257])
+        chunk_size = rng.choice(
+            [1, 2, 3, 7, 16, 23, 24, 25, 48] if number % 50 else [255, 256, 257]
+        )
         length = max(0, rng.randrange(4) * chunk_size + rng.choice([-1, 0, 1]))
         tokens = rng.choices(pool, k=length)
         extra = None if rng.random() < 0.3 else random_extra(rng)
@@ -153,7 +167,9 @@ def test_lists_arrays_and_buffers_are_one() -> None:
     assert hashes_of(db.process_tokens(spaced[::2], make_key=False)) == expected
 
 
-@pytest.mark.parametrize("tokens", [[-1, 2], [2**32], np.array([1, -5]), np.zeros((2, 2), np.int64)])
+@pytest.mark.parametrize(
+    "tokens", [[-1, 2], [2**32], np.array([1, -5]), np.zeros((2, 2), np.int64)]
+)
 def test_ids_out_of_range_are_refused_with_the_range(tokens: object) -> None:
     with pytest.raises((ValueError, OverflowError), match="4294967295|one dimension"):
         list(database(2).process_tokens(tokens))
@@ -184,8 +200,9 @@ def test_hashes_with_offsets_are_taken_as_they_are_and_masked_by_span() -> None:
     hashes = [bytes([number]) * 32 for number in range(3)]
     spans = list(db.process_tokens(hashes=hashes, offsets=[4, 4, 2], make_key=False))
     assert spans == [(0, 4, hashes[0]), (4, 8, hashes[1]), (8, 10, hashes[2])]
-    masked = db.process_tokens(hashes=hashes, offsets=[4, 4, 2], mask=[False] * 4 + [True] * 6,
-                               make_key=False)
+    masked = db.process_tokens(
+        hashes=hashes, offsets=[4, 4, 2], mask=[False] * 4 + [True] * 6, make_key=False
+    )
     assert list(masked) == spans[1:]
     with pytest.raises(ValueError, match="as many offsets"):
         db.process_tokens(hashes=hashes, offsets=[4])
@@ -312,9 +329,15 @@ def test_segments_in_the_masked_run_are_not_yielded() -> None:
 
 def test_the_separator_may_be_text() -> None:
     config = LMCacheEngineConfig.from_defaults()
-    db = SegmentTokenDatabase(config, META, blend_special_str="# #", encode=lambda text: [len(text)])
+    db = SegmentTokenDatabase(
+        config, META, blend_special_str="# #", encode=lambda text: [len(text)]
+    )
     assert db.separator == [3]
-    for wrong in ({}, {"separator": [1], "blend_special_str": "x"}, {"blend_special_str": "x"},
-                  {"separator": []}):
+    for wrong in (
+        {},
+        {"separator": [1], "blend_special_str": "x"},
+        {"blend_special_str": "x"},
+        {"separator": []},
+    ):
         with pytest.raises(ValueError, match="separator|encode"):
             SegmentTokenDatabase(config, META, **wrong)

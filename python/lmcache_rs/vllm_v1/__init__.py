@@ -1,7 +1,7 @@
 """The vLLM connector. `LMCacheConnectorV1Dynamic` is a shell around one half of it.
 
-Use it with
-`--kv-transfer-config '{"kv_connector":"LMCacheRsConnector","kv_role":"kv_both","kv_load_failure_policy":"recompute"}'`,
+Use it with `--kv-transfer-config` and
+`{"kv_connector":"LMCacheRsConnector","kv_role":"kv_both","kv_load_failure_policy":"recompute"}`,
 or, for engines that load no plugins, with `"kv_connector":"LMCacheConnectorV1Dynamic"` and
 `"kv_connector_module_path":"lmcache_rs.vllm_v1"`.
 """
@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["LMCacheConnectorV1Dynamic", "register"]  # noqa: F822 (made on first use)
+__all__ = ["LMCacheConnectorV1Dynamic", "register"]
 
 CONNECTOR_NAME = "LMCacheRsConnector"
 
 
 def register() -> None:
-    """Makes the connector known to vLLM under its name; called by vLLM as a plugin, any number of times."""
+    """Makes the connector known to vLLM by name. Called as a plugin, any number of times."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     if CONNECTOR_NAME not in KVConnectorFactory._registry:

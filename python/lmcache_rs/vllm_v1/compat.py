@@ -6,9 +6,9 @@ import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import vllm
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 
+import vllm
 from lmcache_rs import _native
 from lmcache_rs.config import LMCacheMetadata
 
@@ -65,14 +65,15 @@ def require_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
         size = getattr(parallel, setting, 1)
         if size > 1:
             raise UnsupportedEngineError(
-                f"lmcache_rs does not serve {mode} parallelism yet: {setting} is {size}; set it to 1"
+                f"lmcache_rs does not serve {mode} parallelism yet: {setting} is {size}; "
+                "set it to 1"
             )
     groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1:
         kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)
         raise UnsupportedEngineError(
-            f"lmcache_rs serves models with one KV cache group, this one has {len(groups)} ({kinds}); "
-            "start vLLM with --disable-hybrid-kv-cache-manager or without this connector"
+            f"lmcache_rs serves models with one KV cache group, this one has {len(groups)} "
+            f"({kinds}); start vLLM with --disable-hybrid-kv-cache-manager or without it"
         )
 
 
@@ -124,7 +125,8 @@ def kv_tensors(
     missing = [name for name in names if name not in kv_caches]
     if missing:
         raise UnsupportedEngineError(
-            f"lmcache_rs found no KV tensor for layer {missing[0]}; this model shares or hides layers"
+            f"lmcache_rs found no KV tensor for layer {missing[0]}, which shares or hides its KV; "
+            "start vLLM without this connector"
         )
     tensors = []
     num_blocks = kv_cache_config.num_blocks
@@ -141,7 +143,8 @@ def kv_tensors(
             raise UnsupportedEngineError(
                 f"lmcache_rs cannot certify the block axis of layer {name}: {num_blocks} blocks of "
                 f"{block_bytes} bytes declared, tensor {list(tensor.shape)} with strides "
-                f"{list(tensor.stride())} found; use a KV layout with the block outside heads and tokens"
+                f"{list(tensor.stride())} found; use a KV layout with the block outside heads and "
+                "tokens"
             )
         tensors.append(tensor)
     return tensors
@@ -188,5 +191,3 @@ def request_configs_of(request: Request) -> dict[str, Any]:
     """The `lmcache.*` entries of the request's kv_transfer_params."""
     params = request.kv_transfer_params or {}
     return {name: value for name, value in params.items() if name.startswith("lmcache.")}
-
-

@@ -60,7 +60,7 @@ class LMCacheConnectorV1Dynamic(KVConnectorBase_V1):
         """False: a save that is lost is a miss later, not a broken hand-off."""
         return False
 
-    # --- worker half --------------------------------------------------------------------------------
+    # --- worker half --------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Takes in the engine's KV tensors. Stops the start where they cannot be served rightly."""
@@ -104,7 +104,7 @@ class LMCacheConnectorV1Dynamic(KVConnectorBase_V1):
         metadata = self._connector_metadata
         return metadata if isinstance(metadata, LMCacheConnectorMetadata) else None
 
-    # --- scheduler half -----------------------------------------------------------------------------
+    # --- scheduler half -----------------------------------------------------------------------
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -113,9 +113,10 @@ class LMCacheConnectorV1Dynamic(KVConnectorBase_V1):
         half = self._manager.scheduler
         if half is None:
             return 0, False
+        no_cache: tuple[int | None, bool] = (0, False)
         return self._guard(
             "get_num_new_matched_tokens",
-            (0, False),
+            no_cache,
             lambda: half.get_num_new_matched_tokens(request, num_computed_tokens),
         )
 
@@ -165,7 +166,7 @@ class LMCacheConnectorV1Dynamic(KVConnectorBase_V1):
         """No KV events in this version."""
         return ()
 
-    # --- both halves ----------------------------------------------------------------------------------
+    # --- both halves --------------------------------------------------------------------------
 
     def shutdown(self) -> None:
         """Ends this half."""
@@ -174,7 +175,10 @@ class LMCacheConnectorV1Dynamic(KVConnectorBase_V1):
     def counters(self) -> dict[str, Any]:
         """What has happened since the start, on this half."""
         half = self._manager.scheduler or self._manager.worker
-        return {**({} if half is None else half.counters()), "faults": self._manager.faults.counts.total()}
+        return {
+            **({} if half is None else half.counters()),
+            "faults": self._manager.faults.counts.total(),
+        }
 
     def memory_stats(self) -> dict[str, int]:
         """The books of the pool, walked entry by entry; empty on the scheduler half."""

@@ -38,6 +38,7 @@ class LMCacheManager:
         self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, is_scheduler: bool
     ) -> None:
         transfer = vllm_config.kv_transfer_config
+        assert transfer is not None, "vLLM makes connectors only from a kv_transfer_config"
         self.faults = Faults()
         self.scheduler: LMCacheSchedulerHalf | None = None
         self.worker: LMCacheWorkerHalf | None = None
@@ -115,8 +116,9 @@ class LMCacheManager:
             self._say("%s", notice)
         if self._load_failure_policy == "fail":
             compat.logger.warning(
-                "lmcache_rs: kv_load_failure_policy is 'fail' (vLLM's default), which fails a user's request "
-                "when a load fails; add \"kv_load_failure_policy\":\"recompute\" to --kv-transfer-config"
+                "lmcache_rs: kv_load_failure_policy is 'fail' (vLLM's default): a failed load "
+                "fails the user's request; add %s to --kv-transfer-config",
+                '"kv_load_failure_policy":"recompute"',
             )
 
     def _degrade(self, where: str, error: Exception) -> None:
@@ -124,7 +126,8 @@ class LMCacheManager:
             raise error
         self.faults.note(where, error)
         compat.logger.error(
-            "lmcache_rs: THE ENGINE SERVES WITHOUT A CACHE: %s. `strict: true` makes this a stop.", error
+            "lmcache_rs: THE ENGINE SERVES WITHOUT A CACHE: %s. `strict: true` makes this a stop.",
+            error,
         )
         if self.worker is not None:
             self.worker.shutdown()

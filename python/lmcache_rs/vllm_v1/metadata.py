@@ -31,7 +31,7 @@ class SaveSpec:
     """What to save of a request.
 
     Args:
-        skip_leading_tokens: Tokens at the front that are known to be stored; a multiple of the chunk.
+        skip_leading_tokens: Tokens at the front known to be stored; a multiple of the chunk.
         can_save: Whether to save at all.
     """
 

@@ -111,7 +111,7 @@ class LMCacheSchedulerHalf:
         self._counts = {"hit_tokens": 0, "promised_tokens": 0, "bypassed_requests": 0}
         self.faults = faults
 
-    # --- lookup -----------------------------------------------------------------------------------
+    # --- lookup -------------------------------------------------------------------------------
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -161,7 +161,7 @@ class LMCacheSchedulerHalf:
         self._counts["promised_tokens"] += num_external_tokens
         self._client.end(req_id, release=False)
 
-    # --- the step -----------------------------------------------------------------------------------
+    # --- the step -----------------------------------------------------------------------------
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> LMCacheConnectorMetadata:
         """What the worker half loads before and saves after this step."""
@@ -245,7 +245,7 @@ class LMCacheSchedulerHalf:
         tracker.extend_chain(end, chunk_size)
         return end
 
-    # --- the end ------------------------------------------------------------------------------------
+    # --- the end ------------------------------------------------------------------------------
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Takes in what the workers did."""
@@ -305,7 +305,7 @@ class LMCacheSchedulerHalf:
         self._client.close()
         self._trackers.clear()
 
-    # --- inside -------------------------------------------------------------------------------------
+    # --- inside -------------------------------------------------------------------------------
 
     def _track(self, request: Request) -> RequestTracker:
         tracker = self._trackers.get(request.request_id)
@@ -320,7 +320,9 @@ class LMCacheSchedulerHalf:
             # A tag that cannot be part of a key must not be left out of it.
             namespace = None
             self._counts["bypassed_requests"] += 1
-            compat.logger.warning("lmcache_rs: request %s bypasses the cache: %s", request.request_id, error)
+            compat.logger.warning(
+                "lmcache_rs: request %s bypasses the cache: %s", request.request_id, error
+            )
         tracker = RequestTracker(
             request=request,
             namespace=namespace,

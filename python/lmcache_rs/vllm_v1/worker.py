@@ -72,7 +72,7 @@ class LMCacheWorkerHalf:
             0,
         )
 
-    # --- start-up -----------------------------------------------------------------------------------
+    # --- start-up ---------------------------------------------------------------------------
 
     def register_kv_caches(self, tensors: list[torch.Tensor], block_bytes: int) -> None:
         """Makes the pool, registers the engine's tensors, and opens for lookups.
@@ -86,8 +86,9 @@ class LMCacheWorkerHalf:
         pool_bytes = self._config.max_local_cpu_bytes
         if self._config.local_cpu and pool_bytes < chunk_bytes:
             raise PoolTooSmallError(
-                f"max_local_cpu_size is {pool_bytes} bytes, one chunk of {self._config.chunk_size} tokens "
-                f"of this model takes {chunk_bytes}; set it to at least {chunk_bytes / 2**30:.4f} (GB)"
+                f"max_local_cpu_size is {pool_bytes} bytes, but one chunk of "
+                f"{self._config.chunk_size} tokens of this model takes {chunk_bytes}; "
+                f"set it to at least {chunk_bytes / 2**30:.4f} (GB)"
             )
         engine = LMCacheEngine(self._config, self._metadata, layout="opaque")
         try:
@@ -117,7 +118,7 @@ class LMCacheWorkerHalf:
         """Whether loads and saves are to be trusted."""
         return self._engine is not None and self._engine.is_healthy()
 
-    # --- the step -----------------------------------------------------------------------------------
+    # --- the step -----------------------------------------------------------------------------
 
     def start_load_kv(self, metadata: LMCacheConnectorMetadata) -> None:
         """Loads what the step's requests were promised; what fails is reported in the same step."""
@@ -162,7 +163,7 @@ class LMCacheWorkerHalf:
         )
         self._failed_block_ids |= failed
         compat.logger.warning(
-            "lmcache_rs: load of request %s ended at token %d of %d; %d blocks are reported as failed",
+            "lmcache_rs: load of request %s ended at token %d of %d; %d blocks reported as failed",
             req.req_id,
             loaded_end,
             req.load_spec.lmcache_cached_tokens,
@@ -187,8 +188,8 @@ class LMCacheWorkerHalf:
         if self._engine is None or not self._engine.is_healthy():
             return
         num_chunks = req.num_tokens // self._config.chunk_size
-        # From chunk 0 on, not from what is known to be stored: what was evicted since is stored anew,
-        # or the chunks behind it could not be reached.
+        # From chunk 0 on, not from what is known to be stored: what was evicted since is stored
+        # anew, or the chunks behind it could not be reached.
         stored = self._engine.store_chunks(
             req.namespace, req.hashes[: num_chunks * HASH_BYTES], req.block_ids
         )
@@ -210,7 +211,7 @@ class LMCacheWorkerHalf:
     def _outcome(self, req_id: str) -> RequestOutcome:
         return self._outcomes.setdefault(req_id, RequestOutcome())
 
-    # --- for operators ------------------------------------------------------------------------------
+    # --- for operators ------------------------------------------------------------------------
 
     def counters(self) -> dict[str, Any]:
         """What has happened since the start."""

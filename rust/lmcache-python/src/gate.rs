@@ -38,6 +38,10 @@ impl<T> Owned<T> {
 }
 
 impl<T> Drop for Owned<T> {
+    #[expect(
+        clippy::disallowed_methods,
+        reason = "the parent still owns what a fork only copied"
+    )]
     fn drop(&mut self) {
         if process::id() != self.pid {
             std::mem::forget(self.value.take());
