@@ -14,8 +14,9 @@ export CARGO_TERM_PROGRESS_WHEN ?= auto
 
 # Asked when a recipe runs, so that `make help` and `make clean` need no environment.
 PY = $(shell $(PYTHON) scripts/env.py path)/bin/python
-# pyo3's build script asks an interpreter for its version: let it be the one the wheel is built for.
-CARGO = PYO3_PYTHON="$(PY)" cargo
+# pyo3's build script asks an interpreter: let it be ours. Nothing is linked with libpython, which
+# many interpreters come without.
+CARGO = PYO3_PYTHON="$(PY)" PYO3_BUILD_EXTENSION_MODULE=1 cargo
 PYTHON_CODE := $(wildcard python tests examples scripts benches)
 PYTEST_FOLDERS := $(wildcard tests/unit tests/conformance tests/stateful)
 
