@@ -4,6 +4,7 @@
 //! [`local_cpu::LocalCpu`] is the store: index, free extents and leases behind one mutex, with batched verbs.
 
 pub mod error;
+mod lease;
 pub mod local_cpu;
 pub mod object;
 pub mod region;

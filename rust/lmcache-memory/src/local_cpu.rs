@@ -8,7 +8,7 @@
 //! released or past their deadline; together they hold at most half of the pool, so that requests which
 //! only wait can never starve those that store.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashSet;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
@@ -19,6 +19,7 @@ use lmcache_core::key::{NamespaceId, Namespaces};
 use parking_lot::Mutex;
 
 use crate::error::MemoryError;
+use crate::lease::Leases;
 use crate::object::{Bank, ChunkMut, MemoryObj};
 use crate::region::{PAGE_BYTES, Region};
 
@@ -40,19 +41,9 @@ struct State {
     extents: Extents,
     index: HotCache<MemoryObj>,
     namespaces: Namespaces,
-    leases: HashMap<Box<str>, Lease>,
-    /// No lease ends before this; `None` if there is none.
-    next_expiry: Option<Instant>,
-    /// Distinct bytes held by leases that wait.
-    waiting_bytes: u64,
+    leases: Leases,
     pending_bytes: u64,
     evicted_chunks: u64,
-}
-
-#[derive(Debug)]
-struct Lease {
-    objects: Vec<MemoryObj>,
-    expires: Instant,
 }
 
 /// Withdraws a reservation whose chunk is dropped before it is committed.
@@ -127,9 +118,7 @@ impl LocalCpu {
             extents,
             index: HotCache::new(),
             namespaces: Namespaces::default(),
-            leases: HashMap::new(),
-            next_expiry: None,
-            waiting_bytes: 0,
+            leases: Leases::default(),
             pending_bytes: 0,
             evicted_chunks: 0,
         };
@@ -275,39 +264,28 @@ impl LocalCpu {
         let mut garbage = Vec::new();
         let mut state = self.0.state.lock();
         state.settle(&self.0.bank, now, &mut garbage);
-        state.end_lease(lookup_id, &mut garbage);
+        state.leases.end(lookup_id, &mut garbage);
         let mut hit = Hit {
             num_chunks: 0,
             lease: Duration::ZERO,
         };
         if let Some(id) = state.namespaces.get(namespace).filter(|_| state.open) {
             let mut objects = Vec::with_capacity(hashes.len());
-            let mut held = state.waiting_bytes;
+            let mut held = state.leases.distinct_bytes();
             let limit = self.0.capacity / 2;
             hit.num_chunks = state.index.longest_prefix(id, hashes, |object| {
-                let more = if object.is_waited_for() {
-                    0
-                } else {
-                    object.extent_bytes()
-                };
+                let more = Leases::added_bytes(object);
                 // A pool of one chunk must still be able to answer.
-                if held > 0 && held + more > limit && more > 0 {
+                if more > 0 && held > 0 && held + more > limit {
                     return false;
                 }
                 held += more;
-                object.begin_waiting();
                 objects.push(object.clone());
                 true
             });
             if !objects.is_empty() {
                 hit.lease = self.0.lease;
-                let expires = now + self.0.lease;
-                state.waiting_bytes = held;
-                state.next_expiry =
-                    Some(state.next_expiry.map_or(expires, |next| next.min(expires)));
-                state
-                    .leases
-                    .insert(lookup_id.into(), Lease { objects, expires });
+                state.leases.begin(lookup_id, objects, now + self.0.lease);
             }
         }
         drop(state);
@@ -321,7 +299,7 @@ impl LocalCpu {
         let mut garbage = Vec::new();
         let mut taken = Vec::with_capacity(hashes.len());
         let mut state = self.0.state.lock();
-        state.end_lease(lookup_id, &mut garbage);
+        state.leases.end(lookup_id, &mut garbage);
         if let Some(id) = state.namespaces.get(namespace).filter(|_| state.open) {
             for (position, &hash) in hashes.iter().enumerate() {
                 let key = IndexKey {
@@ -363,7 +341,7 @@ impl LocalCpu {
     /// Gives back what `lookup_id` leases. Whether it leased anything.
     pub fn release(&self, lookup_id: &str) -> bool {
         let mut garbage = Vec::new();
-        self.0.state.lock().end_lease(lookup_id, &mut garbage)
+        self.0.state.lock().leases.end(lookup_id, &mut garbage)
     }
 
     /// Length of the longest stored prefix; nothing is leased, but it counts as used.
@@ -408,10 +386,7 @@ impl LocalCpu {
         state
             .index
             .retain(|_, _| false, |_, object| garbage.push(object));
-        let ids: Vec<Box<str>> = state.leases.keys().cloned().collect();
-        for id in ids {
-            state.end_lease(&id, &mut garbage);
-        }
+        state.leases.end_all(&mut garbage);
         drop(state);
     }
 
@@ -448,34 +423,13 @@ impl State {
     /// Brings in what happened outside: extents that came back, leases whose time is up.
     fn settle(&mut self, bank: &Bank, now: Instant, garbage: &mut Vec<MemoryObj>) {
         self.take_back(bank);
-        if self.next_expiry.is_none_or(|next| now < next) {
-            return;
-        }
-        let expired = self.leases.iter().filter(|(_, lease)| lease.expires <= now);
-        let expired: Vec<Box<str>> = expired.map(|(id, _)| id.clone()).collect();
-        for id in expired {
-            self.end_lease(&id, garbage);
-        }
-        self.next_expiry = self.leases.values().map(|lease| lease.expires).min();
+        self.leases.expire(now, garbage);
     }
 
     fn take_back(&mut self, bank: &Bank) {
         for extent in bank.take_returned() {
             self.extents.free(extent);
         }
-    }
-
-    fn end_lease(&mut self, lookup_id: &str, garbage: &mut Vec<MemoryObj>) -> bool {
-        let Some(lease) = self.leases.remove(lookup_id) else {
-            return false;
-        };
-        for object in &lease.objects {
-            if object.end_waiting() {
-                self.waiting_bytes -= object.extent_bytes();
-            }
-        }
-        garbage.extend(lease.objects);
-        true
     }
 
     fn intern(&mut self, namespace: &str) -> Option<NamespaceId> {
@@ -558,7 +512,7 @@ mod tests {
             (audit.leased_bytes, audit.reserved_bytes, audit.num_leases),
             (0, 0, 0)
         );
-        assert_eq!(cpu.0.state.lock().waiting_bytes, 0);
+        assert_eq!(cpu.0.state.lock().leases.distinct_bytes(), 0);
     }
 
     #[test]
