@@ -15,6 +15,7 @@ from lmcache_rs.config import LMCacheMetadata
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
@@ -185,6 +186,19 @@ def block_table(scheduler_output: SchedulerOutput, req_id: str) -> list[int]:
     state = scheduler_output.kv_connector_block_state
     tables = None if state is None else state.get_block_ids(req_id)
     return list(tables[0]) if tables else []
+
+
+def granted_block_ids(blocks: KVCacheBlocks) -> list[int]:
+    """The block table that vLLM granted a request."""
+    return list(blocks.get_block_ids()[0])
+
+
+def bypass_reason(request: Request) -> str | None:
+    """Why a request must not use the cache, if it must not."""
+    if getattr(request, "resumable", False):
+        # Each piece of a streamed prompt replaces tokens behind what is computed.
+        return "its prompt is streamed in, and its tokens may change"
+    return None
 
 
 def request_configs_of(request: Request) -> dict[str, Any]:

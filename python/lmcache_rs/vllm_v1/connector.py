@@ -129,7 +129,7 @@ class LMCacheConnectorV1Dynamic(KVConnectorBase_V1):
             self._guard(
                 "update_state_after_alloc",
                 None,
-                lambda: half.update_state_after_alloc(request, num_external_tokens),
+                lambda: half.update_state_after_alloc(request, blocks, num_external_tokens),
             )
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:

@@ -24,6 +24,7 @@ from lmcache_rs.vllm_v1.metadata import (
 )
 
 if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
@@ -49,6 +50,7 @@ class RequestTracker:
         saved_tokens: Tokens handed to the worker for saving, or loaded from the store.
         computed_tokens: Tokens computed after the last step.
         load_spec: A promise made to the scheduler and not yet given to the worker.
+        granted_block_ids: The block table at the moment blocks were granted for that promise.
     """
 
     request: Request
@@ -59,6 +61,7 @@ class RequestTracker:
     saved_tokens: int = 0
     computed_tokens: int = 0
     load_spec: LoadSpec | None = None
+    granted_block_ids: list[int] = field(default_factory=list)
     local_tokens: int = 0
     external_tokens: int = 0
     stored_tokens: int = 0
@@ -147,16 +150,22 @@ class LMCacheSchedulerHalf:
         self._client.end(req_id, release=True)
         return 0, False
 
-    def update_state_after_alloc(self, request: Request, num_external_tokens: int) -> None:
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
         """Blocks were granted: the load goes ahead, or, with 0 tokens, is off."""
         req_id = request.request_id
         tracker = self._track(request)
-        spec = tracker.load_spec
-        if num_external_tokens == 0 or spec is None:
+        if num_external_tokens == 0:
             tracker.load_spec = None
             self._client.end(req_id, release=True)
             return
+        # First of all, so that no fault below can lose the promise: the engine counts on it.
+        promised_end = tracker.local_tokens + num_external_tokens
+        spec = tracker.load_spec or LoadSpec(tracker.local_tokens, promised_end)
         spec.can_load = True
+        tracker.load_spec = spec
+        tracker.granted_block_ids = compat.granted_block_ids(blocks)
         tracker.external_tokens = num_external_tokens
         self._counts["promised_tokens"] += num_external_tokens
         self._client.end(req_id, release=False)
@@ -166,7 +175,6 @@ class LMCacheSchedulerHalf:
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> LMCacheConnectorMetadata:
         """What the worker half loads before and saves after this step."""
         metadata = LMCacheConnectorMetadata()
-        self._log_finished()
         for req_id, num_scheduled in scheduler_output.num_scheduled_tokens.items():
             tracker = self._trackers.get(req_id)
             if tracker is None or tracker.namespace is None:
@@ -175,9 +183,9 @@ class LMCacheSchedulerHalf:
             load_spec, tracker.load_spec = tracker.load_spec, None
             if load_spec is not None and not load_spec.can_load:
                 load_spec = None
-            block_ids: list[int] = []
+            block_ids, tracker.granted_block_ids = tracker.granted_block_ids, []
             try:
-                block_ids = compat.block_table(scheduler_output, req_id)
+                block_ids = compat.block_table(scheduler_output, req_id) or block_ids
                 drafts = len(scheduler_output.scheduled_spec_decode_tokens.get(req_id, ()))
                 req = self._describe(tracker, load_spec, block_ids, num_scheduled - drafts)
             except Exception as error:
@@ -313,16 +321,20 @@ class LMCacheSchedulerHalf:
         if tracker is not None and tracker.request is request and tracker.chain.num_tokens <= known:
             return tracker
         configs = compat.request_configs_of(request)
-        namespace: str | None
-        try:
-            namespace = self._namespaces.text(configs)
-        except (TypeError, ValueError) as error:
-            # A tag that cannot be part of a key must not be left out of it.
-            namespace = None
+        namespace = None
+        reason = compat.bypass_reason(request)
+        if reason is None:
+            try:
+                namespace = self._namespaces.text(configs)
+            except (TypeError, ValueError) as error:
+                # A tag that cannot be part of a key must not be left out of it.
+                reason = str(error)
+        if reason is not None:
             self._counts["bypassed_requests"] += 1
-            compat.logger.warning(
-                "lmcache_rs: request %s bypasses the cache: %s", request.request_id, error
-            )
+            if self._may_log():
+                compat.logger.warning(
+                    "lmcache_rs: request %s bypasses the cache: %s", request.request_id, reason
+                )
         tracker = RequestTracker(
             request=request,
             namespace=namespace,

@@ -238,6 +238,8 @@ def failed_blocks(
     block_ids: list[int], block_tokens: int, loaded_end: int, promised_end: int
 ) -> set[int]:
     """Ids of the blocks that hold any token from `loaded_end` to `promised_end`."""
+    if loaded_end >= promised_end:
+        return set()
     first = loaded_end // block_tokens
     last = -(-promised_end // block_tokens)
     return set(block_ids[first:last])
