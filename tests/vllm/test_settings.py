@@ -29,8 +29,9 @@ def serve_twice(spec: EngineSpec, baseline: Baseline, name: str) -> tuple[list[i
 def test_chunk_size_that_is_no_multiple_of_the_block_stops_start_up(layout: str) -> None:
     with pytest.raises(EngineStartError) as stop:
         Engine(replace(PLAIN, chunk_size=80, layout=layout)).close()
-    line = next(line for line in str(stop.value).splitlines() if "chunk_size" in line)
-    assert all(size in line for size in ("80", "64", "96")), line
+    lines = [line for line in str(stop.value).splitlines() if "chunk_size" in line]
+    wanted = ("80", "64", "96")
+    assert any(all(size in line for size in wanted) for line in lines), lines
 
 
 def test_unknown_key_stops_start_up_and_names_the_nearest() -> None:
