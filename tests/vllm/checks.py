@@ -172,6 +172,7 @@ def check(
             if external
         )
         assert report.probe.get("loaded_blocks", 0) == blocks, (report, pairs)
+    report.assert_no_faults()
     report.assert_bytes_right()
     found = differences(reply.answers, wanted)
     assert not found, "\n".join(found)

@@ -188,6 +188,12 @@ class Report:
         """Raises AssertionError unless every restored block is the stored one."""
         assert not self.byte_faults(), f"{self.byte_faults()}: " + "\n".join(self.details)
 
+    def assert_no_faults(self) -> None:
+        """Raises AssertionError if the connector swallowed an error or failed a load."""
+        assert not self.counters.get("faults"), self.counters
+        assert not self.counters.get("failed_loads"), self.counters
+        assert not self.scheduler.get("faults"), self.scheduler
+
     def assert_settled(self) -> None:
         """Raises AssertionError if a lease is left or bytes are unaccounted for."""
         memory = self.memory

