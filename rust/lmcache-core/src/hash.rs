@@ -163,76 +163,117 @@ impl ExtraKeys {
     }
 }
 
-/// Hashes chunks one after the other, reusing one buffer for their CBOR.
-#[derive(Debug, Clone, Default)]
-pub(crate) struct ChunkHasher {
-    cbor: Vec<u8>,
+/// `sha256_cbor((parent, tokens, extra))`.
+pub(crate) fn hash_chunk(parent: &ChunkHash, tokens: &[u32], extra: &ExtraKeys) -> ChunkHash {
+    let mut sink = HashSink {
+        sha: Sha256::new(),
+        hashed_bytes: 0,
+    };
+    emit_chunk(parent, tokens, extra, &mut sink);
+    HASHED_BYTES.fetch_add(sink.hashed_bytes, Ordering::Relaxed);
+    ChunkHash(sink.sha.finalize().into())
 }
 
-impl ChunkHasher {
-    /// `sha256_cbor((parent, tokens, extra))`.
-    pub(crate) fn hash(
-        &mut self,
-        parent: &ChunkHash,
-        tokens: &[u32],
-        extra: &ExtraKeys,
-    ) -> ChunkHash {
-        let emitted = write_chunk_cbor(&mut self.cbor, parent, tokens, extra);
-        HASHED_BYTES.fetch_add(emitted.len() as u64, Ordering::Relaxed);
-        ChunkHash(Sha256::digest(emitted).into())
+/// Takes a chunk's CBOR, piece by piece.
+trait Sink {
+    fn take(&mut self, piece: &[u8]);
+}
+
+struct HashSink {
+    sha: Sha256,
+    hashed_bytes: u64,
+}
+
+impl Sink for HashSink {
+    #[inline]
+    fn take(&mut self, piece: &[u8]) {
+        self.hashed_bytes += piece.len() as u64;
+        self.sha.update(piece);
     }
 }
 
+/// The hash's own block: whole ones pass through it without being buffered again.
+const SHA_BLOCK_BYTES: usize = 64;
 /// Longest head of a token: one initial byte and four of payload.
 const MAX_TOKEN_BYTES: usize = 5;
+/// Tokens emitted before a block is handed on: a block's worth. The processor works on the block while
+/// the next tokens are emitted, since neither needs the other; larger pieces would not overlap.
+const GROUP_TOKENS: usize = 12;
 /// Array of three, byte string of 32, array header of at most nine bytes.
 const MAX_FRAME_BYTES: usize = 1 + 2 + 32 + 9;
-/// Each token is stored as eight bytes of which up to five count, so the last one may overhang by three.
-const OVERHANG_BYTES: usize = 8 - MAX_TOKEN_BYTES;
+/// Room for a block not yet full, a group behind it, and the eight bytes that each token is stored as.
+const BUFFER_BYTES: usize = 256;
+const _: () = assert!(
+    MAX_FRAME_BYTES < SHA_BLOCK_BYTES
+        && SHA_BLOCK_BYTES + GROUP_TOKENS * MAX_TOKEN_BYTES <= BUFFER_BYTES / 2
+);
 
-/// Initial byte (shifted to the top) and length of an unsigned integer of `bits` significant bits.
-/// Values below 24 are their own initial byte and never reach the table.
-const TOKEN_HEADS: [(u64, usize); 33] = {
-    let mut heads = [(0u64, 0usize); 33];
+/// How an unsigned integer of `bits` significant bits is written, packed: the initial byte on top, the
+/// left shift of its payload in bits 8 to 15, the length in bytes in bits 0 to 7. Values below 24 are
+/// their own initial byte and never reach the table.
+const TOKEN_FORMS: [u64; 33] = {
+    let mut forms = [0u64; 33];
     let mut bits = 0;
     while bits <= 32 {
-        heads[bits] = match bits {
-            0..=8 => (0x18 << 56, 2),
-            9..=16 => (0x19 << 56, 3),
-            _ => (0x1a << 56, 5),
+        let (initial, len) = match bits {
+            0..=8 => (0x18, 2),
+            9..=16 => (0x19, 3),
+            _ => (0x1a, 5),
         };
+        forms[bits] = initial << 56 | (64 - 8 * len) << 8 | len;
         bits += 1;
     }
-    heads
+    forms
 };
 
-fn write_chunk_cbor<'a>(
-    cbor: &'a mut Vec<u8>,
-    parent: &ChunkHash,
-    tokens: &[u32],
-    extra: &ExtraKeys,
-) -> &'a [u8] {
-    let bound = MAX_FRAME_BYTES + tokens.len() * MAX_TOKEN_BYTES + OVERHANG_BYTES + extra.0.len();
-    if cbor.len() < bound {
-        cbor.resize(bound, 0);
+/// A token's CBOR in the leading bytes of a big-endian word, and how many they are. What stands behind
+/// them is overwritten by the next token.
+#[inline]
+fn token_form(token: u32) -> (u64, usize) {
+    if token < 24 {
+        return (u64::from(token) << 56, 1);
     }
+    let form = TOKEN_FORMS[(32 - token.leading_zeros()) as usize];
+    (
+        form | u64::from(token) << (form >> 8 & 63),
+        (form & 7) as usize,
+    )
+}
+
+#[inline]
+fn emit_chunk(parent: &ChunkHash, tokens: &[u32], extra: &ExtraKeys, sink: &mut impl Sink) {
+    let mut cbor = [0u8; BUFFER_BYTES];
     cbor[0] = 0x83;
     cbor[1..3].copy_from_slice(&[0x58, 32]);
     cbor[3..35].copy_from_slice(&parent.0);
     let mut at = 35 + write_array_head(&mut cbor[35..44], tokens.len());
-    for &token in tokens {
-        let (word, len) = if token < 24 {
-            (u64::from(token) << 56, 1)
-        } else {
-            let (head, len) = TOKEN_HEADS[(32 - token.leading_zeros()) as usize];
-            (head | u64::from(token) << (64 - 8 * len as u32), len)
-        };
-        cbor[at..at + 8].copy_from_slice(&word.to_be_bytes());
-        at += len;
+    let (groups, rest) = tokens.as_chunks::<GROUP_TOKENS>();
+    for group in groups {
+        for &token in group {
+            at += write_token(&mut cbor, at, token);
+        }
+        if at >= SHA_BLOCK_BYTES {
+            let (block, behind) = cbor.split_at_mut(SHA_BLOCK_BYTES);
+            sink.take(block);
+            // What is behind the block is shorter than one.
+            block.copy_from_slice(&behind[..SHA_BLOCK_BYTES]);
+            at -= SHA_BLOCK_BYTES;
+        }
     }
-    cbor[at..at + extra.0.len()].copy_from_slice(&extra.0);
-    at += extra.0.len();
-    &cbor[..at]
+    for &token in rest {
+        at += write_token(&mut cbor, at, token);
+    }
+    sink.take(&cbor[..at]);
+    sink.take(&extra.0);
+}
+
+#[inline]
+fn write_token(cbor: &mut [u8; BUFFER_BYTES], at: usize, token: u32) -> usize {
+    let (word, len) = token_form(token);
+    // Never masks anything away; it lets the compiler see that the store is inside.
+    let at = at & (BUFFER_BYTES / 2 - 1);
+    cbor[at..at + 8].copy_from_slice(&word.to_be_bytes());
+    len
 }
 
 fn write_array_head(out: &mut [u8], len: usize) -> usize {
@@ -280,9 +321,16 @@ mod tests {
         .to_cbor()
     }
 
+    impl Sink for Vec<u8> {
+        fn take(&mut self, piece: &[u8]) {
+            self.extend_from_slice(piece);
+        }
+    }
+
     fn fast_cbor(parent: &ChunkHash, tokens: &[u32], extra: &ExtraValue) -> Vec<u8> {
-        let mut buffer = Vec::new();
-        write_chunk_cbor(&mut buffer, parent, tokens, &ExtraKeys::encode(extra)).to_vec()
+        let mut emitted = Vec::new();
+        emit_chunk(parent, tokens, &ExtraKeys::encode(extra), &mut emitted);
+        emitted
     }
 
     fn token() -> impl Strategy<Value = u32> {
@@ -343,15 +391,6 @@ mod tests {
                 "{len} tokens"
             );
         }
-    }
-
-    #[test]
-    fn a_shorter_chunk_is_not_polluted_by_a_longer_one_before_it() {
-        let parent = ChunkHash([1; 32]);
-        let mut hasher = ChunkHasher::default();
-        let fresh = hasher.clone().hash(&parent, &[5, 6], &ExtraKeys::none());
-        hasher.hash(&parent, &[u32::MAX; 512], &ExtraKeys::none());
-        assert_eq!(hasher.hash(&parent, &[5, 6], &ExtraKeys::none()), fresh);
     }
 
     #[test]
