@@ -361,7 +361,7 @@ def _read_yaml(path: str | os.PathLike[str]) -> list[tuple[Any, Any]]:
         raise ValueError("is no YAML for settings: it nests too deeply") from None
     if entries is None:
         return []
-    if not isinstance(entries, dict):
+    if root is None or not isinstance(entries, dict):
         raise ValueError("needs a mapping of keys to values at its top level")
     _refuse_repeated_keys(root.value)
     return list(entries.items())
