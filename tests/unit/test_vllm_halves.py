@@ -51,7 +51,9 @@ class Pair:
         )
         engine_id = f"test-{next(engine_ids)}"
         self.faults = Faults()
-        self.worker = LMCacheWorkerHalf(config, META, engine_id, self.faults)
+        self.worker = LMCacheWorkerHalf(
+            config, META, engine_id, in_scheduler_process=True, faults=self.faults
+        )
         self.scheduler = LMCacheSchedulerHalf(config, META, engine_id, self.kv_role, self.faults)
         self.caches = [torch.randn(BLOCKS, 2, BLOCK, 6) for _ in range(LAYERS)]
         self.worker.register_kv_caches(self.caches, BLOCK_BYTES)
@@ -490,6 +492,21 @@ def test_a_block_table_that_cannot_be_had_does_not_lose_a_promise(
     pair.step({request: request.num_tokens - external})
     assert pair.failed == set(table)
     pair.finish(request)
+
+
+def test_a_step_of_another_engine_touches_nothing(pair: Pair) -> None:
+    other = Pair()
+    request = new_request(2 * CHUNK + 1)
+    pair.ask(request)
+    pair.grant(request, 0)
+    request.num_computed_tokens = 0
+    metadata = pair.step({request: 2 * CHUNK})
+    assert metadata.requests
+    other.worker.start_load_kv(metadata)
+    other.worker.wait_for_save(metadata)
+    assert other.worker.counters()["stored_chunks"] == 0
+    pair.finish(request)
+    other.close()
 
 
 def test_failed_blocks_are_those_that_hold_an_unloaded_token() -> None:

@@ -78,6 +78,11 @@ def require_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
         )
 
 
+def is_in_scheduler_process(vllm_config: VllmConfig) -> bool:
+    """Whether the worker runs in the scheduler's process."""
+    return vllm_config.parallel_config.distributed_executor_backend == "uni"
+
+
 def block_size_of(kv_cache_config: KVCacheConfig) -> int:
     """Tokens of a block, as the engine resolved it; the user's flag may say otherwise."""
     return int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)

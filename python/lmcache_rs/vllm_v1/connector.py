@@ -135,12 +135,11 @@ class LMCacheConnectorV1Dynamic(KVConnectorBase_V1):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """What the worker half loads and saves in this step."""
         half = self._manager.scheduler
+        nothing: KVConnectorMetadata = LMCacheConnectorMetadata(engine_id="")
         if half is None:
-            return LMCacheConnectorMetadata()
+            return nothing
         return self._guard(
-            "build_connector_meta",
-            LMCacheConnectorMetadata(),
-            lambda: half.build_connector_meta(scheduler_output),
+            "build_connector_meta", nothing, lambda: half.build_connector_meta(scheduler_output)
         )
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:

@@ -66,7 +66,13 @@ class LMCacheManager:
                     config, self._metadata, engine_id, role, self.faults
                 )
             else:
-                self.worker = LMCacheWorkerHalf(config, self._metadata, engine_id, self.faults)
+                self.worker = LMCacheWorkerHalf(
+                    config,
+                    self._metadata,
+                    engine_id,
+                    in_scheduler_process=compat.is_in_scheduler_process(vllm_config),
+                    faults=self.faults,
+                )
         except Exception as error:
             self._degrade("start", error)
 
@@ -77,6 +83,14 @@ class LMCacheManager:
             UnsupportedEngineError: The tensors' block axis cannot be certified.
         """
         if self.worker is None:
+            return
+        if self.worker.is_registered:
+            # vLLM keeps one worker connector a process, whatever the number of engines in it.
+            compat.logger.error(
+                "lmcache_rs: vLLM gives all engines of one process the first one's connector; this "
+                "one SERVES WITHOUT A CACHE. Leave VLLM_ENABLE_V1_MULTIPROCESSING on, or use one "
+                "engine a process"
+            )
             return
         tensors = compat.kv_tensors(kv_caches, self._kv_cache_config)
         try:

@@ -67,11 +67,13 @@ class LMCacheConnectorMetadata(KVConnectorMetadata):
     """A step's requests.
 
     Args:
+        engine_id: The engine whose blocks are meant.
         requests: Requests that load or save.
         unloadable_block_ids: Blocks that were promised a load which could not be described; the
             worker reports them as failed.
     """
 
+    engine_id: str
     requests: list[ReqMeta] = field(default_factory=list)
     unloadable_block_ids: set[int] = field(default_factory=set)
 

@@ -99,6 +99,7 @@ class LMCacheSchedulerHalf:
         faults: Faults,
     ) -> None:
         self._config = config
+        self._engine_id = engine_id
         self._chunk_size = config.chunk_size
         self._none_hash = resolve_none_hash(config)
         self._namespaces = Namespaces(config, metadata)
@@ -174,7 +175,7 @@ class LMCacheSchedulerHalf:
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> LMCacheConnectorMetadata:
         """What the worker half loads before and saves after this step."""
-        metadata = LMCacheConnectorMetadata()
+        metadata = LMCacheConnectorMetadata(self._engine_id)
         for req_id, num_scheduled in scheduler_output.num_scheduled_tokens.items():
             tracker = self._trackers.get(req_id)
             if tracker is None or tracker.namespace is None:

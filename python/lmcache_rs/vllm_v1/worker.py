@@ -40,6 +40,8 @@ class LMCacheWorkerHalf:
         config: Settings, with the chunk size that suits the engine.
         metadata: Facts of the model.
         engine_id: The name under which the scheduler half asks.
+        in_scheduler_process: Whether the scheduler half is in this process: then it asks the store
+            itself, and no socket is opened.
         faults: Where faults of ours are noted.
     """
 
@@ -48,11 +50,14 @@ class LMCacheWorkerHalf:
         config: LMCacheEngineConfig,
         metadata: LMCacheMetadata,
         engine_id: str,
+        *,
+        in_scheduler_process: bool,
         faults: Faults,
     ) -> None:
         self._config = config
         self._metadata = metadata
         self._engine_id = engine_id
+        self._in_scheduler_process = in_scheduler_process
         self._faults = faults
         self._engine: LMCacheEngine | None = None
         self._server: _native.LookupServer | None = None
@@ -94,13 +99,20 @@ class LMCacheWorkerHalf:
         try:
             engine.register_kv_caches(tensors, block_tokens=block_tokens)
             if engine.local_cpu is not None:
-                lookup.register_local(self._engine_id, 0, engine.local_cpu)
-                path = lookup.lookup_socket_path(self._engine_id, 0)
-                self._server = _native.LookupServer(path, engine.local_cpu)
+                if self._in_scheduler_process:
+                    lookup.register_local(self._engine_id, 0, engine.local_cpu)
+                else:
+                    path = lookup.lookup_socket_path(self._engine_id, 0)
+                    self._server = _native.LookupServer(path, engine.local_cpu)
         except BaseException:
             engine.close()
             raise
         self._engine = engine
+
+    @property
+    def is_registered(self) -> bool:
+        """Whether an engine's tensors were taken in."""
+        return self._engine is not None
 
     def capacity(self) -> tuple[int, int]:
         """The pool in bytes, and in tokens of this model."""
@@ -123,7 +135,7 @@ class LMCacheWorkerHalf:
     def start_load_kv(self, metadata: LMCacheConnectorMetadata) -> None:
         """Loads what the step's requests were promised; what fails is reported in the same step."""
         self._failed_block_ids |= metadata.unloadable_block_ids
-        for req in metadata.requests:
+        for req in self._own(metadata):
             if req.load_spec is None or not req.load_spec.can_load:
                 continue
             try:
@@ -133,6 +145,10 @@ class LMCacheWorkerHalf:
                 end = req.load_spec.vllm_cached_tokens
             if end < req.load_spec.lmcache_cached_tokens:
                 self._record_failed_blocks(req, end)
+
+    def _own(self, metadata: LMCacheConnectorMetadata) -> list[ReqMeta]:
+        """The step's requests, unless they are another engine's, whose blocks are not ours."""
+        return metadata.requests if metadata.engine_id == self._engine_id else []
 
     def _load(self, req: ReqMeta) -> int:
         """Loads for one request; every token below the returned one is in its block."""
@@ -172,7 +188,7 @@ class LMCacheWorkerHalf:
 
     def wait_for_save(self, metadata: LMCacheConnectorMetadata) -> None:
         """Saves what the step computed; done when this returns."""
-        for req in metadata.requests:
+        for req in self._own(metadata):
             if req.save_spec is None or not req.save_spec.can_save:
                 continue
             if self._failed_block_ids:

@@ -10,11 +10,18 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::{Duration, Instant};
 
 use crate::error::LookupServerError;
 
 /// `sun_path` has 108 bytes, the last of which is 0.
 const MAX_PATH_BYTES: usize = 107;
+
+/// Stands behind the socket's name in that of its lock.
+const LOCK_SUFFIX: &str = ".lock";
+/// Longer than a sweep holds one lock.
+const SWEEP_MOMENT: Duration = Duration::from_millis(50);
 
 /// A bound socket file; removed when dropped.
 #[derive(Debug)]
@@ -49,7 +56,7 @@ impl SocketFile {
         };
         let folder_uid = private_folder(folder)?;
         let mut lock_path = path.as_os_str().to_owned();
-        lock_path.push(".lock");
+        lock_path.push(LOCK_SUFFIX);
         let lock_path = PathBuf::from(lock_path);
         let lock = lock(path, &lock_path)?;
         // From here on, dropping the file removes the lock again.
@@ -68,6 +75,7 @@ impl SocketFile {
             });
         }
         remove_stale(path)?;
+        sweep(folder);
         let listener =
             UnixListener::bind(path).map_err(|source| system("listen at", path, source))?;
         let metadata = fs::symlink_metadata(path).map_err(|e| system("examine", path, e))?;
@@ -135,6 +143,7 @@ fn private_folder(folder: &Path) -> Result<u32, LookupServerError> {
 }
 
 fn lock(path: &Path, lock_path: &Path) -> Result<File, LookupServerError> {
+    let deadline = Instant::now() + SWEEP_MOMENT;
     loop {
         let mut options = OpenOptions::new();
         let file = options
@@ -146,6 +155,11 @@ fn lock(path: &Path, lock_path: &Path) -> Result<File, LookupServerError> {
         let file = file.map_err(|source| system("open", lock_path, source))?;
         match file.try_lock() {
             Ok(()) => {}
+            // Whoever sweeps the folder holds a free lock for a moment; a server holds it for good.
+            Err(TryLockError::WouldBlock) if Instant::now() < deadline => {
+                thread::sleep(SWEEP_MOMENT / 10);
+                continue;
+            }
             Err(TryLockError::WouldBlock) => {
                 return Err(LookupServerError::InUse { path: path.into() });
             }
@@ -157,6 +171,35 @@ fn lock(path: &Path, lock_path: &Path) -> Result<File, LookupServerError> {
             .map_err(|source| system("examine", lock_path, source))?;
         if fs::symlink_metadata(lock_path).is_ok_and(|found| inode(&found) == inode(&locked)) {
             return Ok(file);
+        }
+    }
+}
+
+/// Removes what killed servers have left in the folder. Engines have names of their own, so nobody else
+/// would come back for these files; what cannot be removed stays.
+fn sweep(folder: &Path) {
+    let Ok(entries) = fs::read_dir(folder) else {
+        return;
+    };
+    for entry in entries.flatten() {
+        let lock_path = entry.path();
+        let Some(socket_path) = lock_path
+            .to_str()
+            .and_then(|text| text.strip_suffix(LOCK_SUFFIX))
+        else {
+            continue;
+        };
+        let socket_path = Path::new(socket_path);
+        let Ok(lock) = File::options().write(true).open(&lock_path) else {
+            continue;
+        };
+        if socket_path
+            .extension()
+            .is_some_and(|ending| ending == "sock")
+            && lock.try_lock().is_ok()
+            && remove_stale(socket_path).is_ok()
+        {
+            let _ = fs::remove_file(&lock_path);
         }
     }
 }
@@ -191,6 +234,31 @@ mod tests {
         let private = Permissions::from_mode(0o700);
         let folder = tempfile::Builder::new().permissions(private).tempdir();
         folder.expect("a folder")
+    }
+
+    #[test]
+    fn what_killed_servers_left_is_swept_and_what_lives_is_not() {
+        let folder = private_tempdir();
+        let at = |name: &str| folder.path().join(name);
+        let (alive, _serving) = SocketFile::bind(&at("alive.sock")).expect("a fresh path");
+        // A killed server's socket and lock: nobody listens, nobody holds the lock.
+        drop(UnixListener::bind(at("dead.sock")).expect("a fresh path"));
+        for name in ["dead.sock.lock", "half.sock.lock", "notes.lock"] {
+            File::create(at(name)).expect("a file");
+        }
+        let (_own, _listener) = SocketFile::bind(&at("own.sock")).expect("a fresh path");
+        for (name, there) in [
+            ("dead.sock", false),
+            ("dead.sock.lock", false),
+            ("half.sock.lock", false),
+            ("notes.lock", true),
+            ("alive.sock", true),
+            ("alive.sock.lock", true),
+            ("own.sock", true),
+        ] {
+            assert_eq!(fs::symlink_metadata(at(name)).is_ok(), there, "{name}");
+        }
+        drop(alive);
     }
 
     #[test]
