@@ -21,7 +21,6 @@ from lmcache_rs.layouts import (
     MemoryFormat,
     StoredForm,
     TokenAxes,
-    axes_of,
     require_layout,
     token_axes,
 )
@@ -158,9 +157,7 @@ def _register_tokens(
         hidden=axes.heads * axes.head_size,
         dtype=_dtype_name(kvcaches[0]),
     )
-    return RegisteredCache(
-        native, layout, axes.layout_id, form, axes.block_tokens, axes.num_blocks
-    )
+    return RegisteredCache(native, layout, axes.layout_id, form, axes.block_tokens, axes.num_blocks)
 
 
 def _fall_back(
@@ -193,7 +190,8 @@ def _register_opaque(
     if not num_blocks or not inner or not first[0].is_contiguous():
         raise LayoutError(
             f"a block of layer 0 is not one run of bytes ({list(first.shape)} with strides "
-            f"{list(first.stride())}); set the engine's KV layout to one whose blocks are contiguous"
+            f"{list(first.stride())}); set the engine's KV layout to one whose blocks are "
+            "contiguous"
         )
     element = first.element_size()
     native = _native.PagedCache.opaque(
@@ -244,7 +242,8 @@ def _token_view(tensor: torch.Tensor, axes: TokenAxes) -> torch.Tensor:
     order = axes.order
     view = tensor.view(torch.uint8)
     if "C" in order:
-        view, order = view.unflatten(-1, (2, -1)), order.replace("C", "KD")
+        view = view.unfold(-1, view.shape[-1] // 2, view.shape[-1] // 2)
+        order = order.replace("C", "KD")
     view = view.permute([order.index(axis) for axis in "BNKHD" if axis in order])
     for place, axis in enumerate("BNKHD"):
         if axis not in order:
@@ -258,11 +257,10 @@ def _try_tokens(
     """Raises LayoutError unless gather and scatter of some slots equal torch's own indexing."""
     import torch
 
-    slots = _some_of(axes.num_blocks * axes.block_tokens)
+    slots = torch.tensor(_some_of(axes.num_blocks * axes.block_tokens))
+    block_ids = torch.unique(slots // axes.block_tokens)
     # A single slot can only be read.
     sources, targets = slots[: -(-len(slots) // 2)], slots[-(-len(slots) // 2) :]
-    sources, targets = torch.tensor(sources), torch.tensor(targets, dtype=torch.int64)
-    block_ids = torch.unique(torch.tensor(slots) // axes.block_tokens)
 
     def rows(slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.searchsorted(block_ids, slots // axes.block_tokens), slots % axes.block_tokens
@@ -277,16 +275,16 @@ def _try_tokens(
                 view[block_ids] = blocks
             expected = torch.stack([blocks[rows(sources)] for blocks in noise])
             scratch = _scratch(registered, len(sources))
-            _native.gather(registered.native, [scratch], [0], [len(sources)], sources.numpy())
+            _native.gather(registered.native, [scratch], [0], [len(sources)], slots_of(sources))
             if scratch.to_bytes() != expected.numpy().tobytes():
                 raise LayoutError("gathered tokens are not what the tensor has at their slots")
             if not len(targets):
                 return
             scratch = _scratch(registered, len(targets))
             _native.gather(
-                registered.native, [scratch], [0], [len(targets)], sources[: len(targets)].numpy()
+                registered.native, [scratch], [0], [len(targets)], slots_of(sources[: len(targets)])
             )
-            _native.scatter(registered.native, [scratch], [0], [len(targets)], targets.numpy())
+            _native.scatter(registered.native, [scratch], [0], [len(targets)], slots_of(targets))
             for view, blocks, layer in zip(views, noise, expected, strict=True):
                 blocks[rows(targets)] = layer[: len(targets)]
                 if not torch.equal(view[block_ids], blocks):
@@ -305,7 +303,9 @@ def _try_blocks(registered: RegisteredCache, kvcaches: Sequence[torch.Tensor]) -
     tokens = registered.block_tokens
     with torch.inference_mode():
         # Layer by layer, the bytes of each tried block, as views.
-        views = [[layer[block].view(-1).view(torch.uint8) for block in blocks] for layer in kvcaches]
+        views = [
+            [layer[block].view(-1).view(torch.uint8) for block in blocks] for layer in kvcaches
+        ]
         held = [[block.clone() for block in layer] for layer in views]
         try:
             for layer in views:
@@ -315,12 +315,15 @@ def _try_blocks(registered: RegisteredCache, kvcaches: Sequence[torch.Tensor]) -
             scratch = _scratch(registered, tokens)
             slots = torch.arange(tokens)
             _native.gather(
-                registered.native, [scratch], [0], [tokens], (slots + source * tokens).numpy()
+                registered.native, [scratch], [0], [tokens], slots_of(slots + source * tokens)
             )
-            if scratch.to_bytes() != torch.stack([layer[0] for layer in expected]).numpy().tobytes():
+            if (
+                scratch.to_bytes()
+                != torch.stack([layer[0] for layer in expected]).numpy().tobytes()
+            ):
                 raise LayoutError("a gathered block is not what the tensor has there")
             _native.scatter(
-                registered.native, [scratch], [0], [tokens], (slots + target * tokens).numpy()
+                registered.native, [scratch], [0], [tokens], slots_of(slots + target * tokens)
             )
             for layer, wanted in zip(views, expected, strict=True):
                 wanted[-1] = wanted[0]

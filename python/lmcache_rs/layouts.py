@@ -14,9 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Layout = Literal[
-    "split", "split_hnd", "blocks_first", "blocks_first_hnd", "fused", "mla", "opaque"
-]
+Layout = Literal["split", "split_hnd", "blocks_first", "blocks_first_hnd", "fused", "mla", "opaque"]
 LAYOUTS: tuple[Layout, ...] = (
     "split",
     "split_hnd",
@@ -151,7 +149,9 @@ def axes_of(layout: str, rank: int) -> str | None:
 def describe(layout: str) -> str:
     """The axes in words, e.g. `[2, blocks, block, heads, head]`."""
     return " or ".join(
-        "[" + ", ".join("1" if (layout, axis) == ("mla", "H") else _WORDS[axis] for axis in axes) + "]"
+        "["
+        + ", ".join("1" if (layout, axis) == ("mla", "H") else _WORDS[axis] for axis in axes)
+        + "]"
         for axes in _AXES[layout]
     )
 

@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Self, overload
+from typing import TYPE_CHECKING, Any, Self, cast, overload
 
 from lmcache_rs import _native
 from lmcache_rs._native import LocalCpu
@@ -115,9 +115,9 @@ class MemoryObj(_native.MemoryObj):
     def tensor(self) -> torch.Tensor:
         """The bytes as a tensor of the metadata's shape, without a copy.
 
-        `KV_2LTD` is a strided view of the stored form. While a tensor of a writable object lives the
-        object cannot be put. Writing to the tensor of a sealed object raises RuntimeError, except in
-        torch's inference mode, where torch cannot tell.
+        `KV_2LTD` is a strided view of the stored form. While a tensor of a writable object lives,
+        the object cannot be put. Writing to the tensor of a sealed object raises RuntimeError,
+        except in torch's inference mode, where torch cannot tell.
 
         Raises:
             RuntimeError: The object has no metadata.
@@ -126,7 +126,7 @@ class MemoryObj(_native.MemoryObj):
 
         of = self._require_metadata()
         # torch lets go of a buffer at once but keeps what it was given: a memoryview holds on.
-        exported = memoryview(self)
+        exported = memoryview(cast(Any, self))
         with torch.inference_mode(exported.readonly), warnings.catch_warnings():
             # torch warns of read-only memory, which its inference tensors guard.
             warnings.filterwarnings("ignore", message="The given buffer is not writable")

@@ -145,7 +145,7 @@ def metadata_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> LMCa
     if layout_of(kv_cache_config) == "mla":
         # Names the stored form alone: any block size and order of axes can load it.
         stored_form = MemoryFormat.KV_MLA_FMT.name
-        layout_id = f"{stored_form}-1x{spec.head_size}"
+        layout_id = f"{stored_form}-1x{getattr(spec, 'head_size', 0)}"
     else:
         stored_form = MemoryFormat.OPAQUE.name
         layout = kv_cache_config.kv_cache_layout or "undeclared"
