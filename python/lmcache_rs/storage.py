@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 from collections.abc import Iterable, Sequence
@@ -116,8 +117,8 @@ class MemoryObj(_native.MemoryObj):
         """The bytes as a tensor of the metadata's shape, without a copy.
 
         `KV_2LTD` is a strided view of the stored form. While a tensor of a writable object lives,
-        the object cannot be put. Writing to the tensor of a sealed object raises RuntimeError,
-        except in torch's inference mode, where torch cannot tell.
+        the object cannot be put. An operation of torch that would write to the tensor of a sealed
+        object, or to a view of it, raises RuntimeError.
 
         Raises:
             RuntimeError: The object has no metadata.
@@ -127,14 +128,16 @@ class MemoryObj(_native.MemoryObj):
         of = self._require_metadata()
         # torch lets go of a buffer at once but keeps what it was given: a memoryview holds on.
         exported = memoryview(cast(Any, self))
-        with torch.inference_mode(exported.readonly), warnings.catch_warnings():
-            # torch warns of read-only memory, which its inference tensors guard.
+        with warnings.catch_warnings():
+            # torch warns of read-only memory, which the tensor's type guards.
             warnings.filterwarnings("ignore", message="The given buffer is not writable")
-            flat = torch.frombuffer(exported, dtype=torch.uint8).view(of.dtype)
-            if of.fmt is not MemoryFormat.KV_2LTD:
-                return flat.view(of.shape)
+            tensor = torch.frombuffer(exported, dtype=torch.uint8).view(of.dtype)
+        if of.fmt is MemoryFormat.KV_2LTD:
             planes, layers, tokens, hidden = of.shape
-            return flat.view(layers, tokens, planes, hidden).permute(2, 0, 1, 3)
+            tensor = tensor.view(layers, tokens, planes, hidden).permute(2, 0, 1, 3)
+        else:
+            tensor = tensor.view(of.shape)
+        return tensor.as_subclass(_sealed_tensor()) if exported.readonly else tensor
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -168,6 +171,69 @@ class MemoryObj(_native.MemoryObj):
                 "shape, dtype and fmt, or put objects that have them under its namespace"
             )
         return self.metadata
+
+
+# Operations that write without the underscore that names the others.
+_WRITERS = frozenset(
+    [
+        "__set__",
+        "__setitem__",
+        "__iadd__",
+        "__isub__",
+        "__imul__",
+        "__itruediv__",
+        "__ifloordiv__",
+        "__imod__",
+        "__ipow__",
+        "__iand__",
+        "__ior__",
+        "__ixor__",
+        "__ilshift__",
+        "__irshift__",
+    ]
+)
+
+
+@functools.cache
+def _sealed_tensor() -> type[torch.Tensor]:
+    """The type of tensors over sealed memory; torch itself has no read-only tensors."""
+    import torch
+
+    class SealedTensor(torch.Tensor):
+        """A tensor over memory that others read: it and its views are not written."""
+
+        @classmethod
+        def __torch_function__(
+            cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+        ) -> Any:
+            kwargs = kwargs or {}
+            name = getattr(func, "__name__", "")
+            writes = name in _WRITERS or (name.endswith("_") and not name.endswith("__"))
+            into = [args[0]] if writes and args else []
+            out = kwargs.get("out")
+            into += out if isinstance(out, tuple | list) else [out]
+            if any(isinstance(target, cls) for target in into):
+                raise RuntimeError(
+                    f"{name} would write to memory that was put, which is sealed; change a clone()"
+                )
+            with torch._C.DisableTorchFunctionSubclass():
+                return _views_as(cls, func(*args, **kwargs), args[0] if args else None)
+
+    return SealedTensor
+
+
+def _views_as(kind: type[torch.Tensor], result: Any, of: Any) -> Any:
+    """The result, with the tensors in it that share the memory of a sealed one sealed too."""
+    import torch
+
+    if isinstance(result, tuple | list) and type(result) in (tuple, list):
+        return type(result)(_views_as(kind, item, of) for item in result)
+    is_view = (
+        isinstance(result, torch.Tensor)
+        and isinstance(of, kind)
+        and result.untyped_storage().data_ptr() == of.untyped_storage().data_ptr()
+    )
+    return result.as_subclass(kind) if is_view else result
 
 
 class LocalCPUBackend:
