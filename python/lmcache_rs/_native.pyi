@@ -1,7 +1,7 @@
 import sys
 from collections.abc import Mapping, Sequence
 from os import PathLike
-from typing import Any, final
+from typing import Any, Self, final
 
 from typing_extensions import Buffer
 
@@ -19,10 +19,12 @@ __all__ = [
     "encode_lookup_request",
     "encode_ping_request",
     "encode_release_request",
+    "gather",
     "hashed_bytes",
     "leading_false",
     "load",
     "parse_key",
+    "scatter",
     "sha256_cbor",
     "store",
 ]
@@ -46,6 +48,13 @@ def encode_lookup_request(
 ) -> bytes: ...
 def encode_ping_request(message_id: int) -> bytes: ...
 def encode_release_request(message_id: int, lookup_id: str) -> bytes: ...
+def gather(
+    paged: PagedCache,
+    memory_objs: Sequence[MemoryObj],
+    starts: Sequence[int],
+    ends: Sequence[int],
+    slots: Buffer | Sequence[int],
+) -> int: ...
 def hashed_bytes() -> int: ...
 def leading_false(mask: bytes, num_tokens: int) -> int: ...
 def load(
@@ -64,6 +73,13 @@ def load(
 def parse_key(
     text: str,
 ) -> tuple[str, int, int, str, dict[str, str], dict[str, Any], bytes, int | None]: ...
+def scatter(
+    paged: PagedCache,
+    memory_objs: Sequence[MemoryObj],
+    starts: Sequence[int],
+    ends: Sequence[int],
+    slots: Buffer | Sequence[int],
+) -> int: ...
 def sha256_cbor(value: object) -> bytes: ...
 def store(
     local_cpu: LocalCpu,
@@ -117,8 +133,8 @@ class LookupServer:
     def close(self) -> None: ...
     def stats(self) -> dict[str, int]: ...
 
-@final
 class MemoryObj:
+    def __new__(cls, of: MemoryObj) -> Self: ...
     @property
     def nbytes(self) -> int: ...
     @property

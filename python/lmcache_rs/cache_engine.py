@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from lmcache_rs import _native
 from lmcache_rs.config import LMCacheEngineConfig, LMCacheMetadata
-from lmcache_rs.gpu_connector import LAYOUTS, Layout, RegisteredCache, register
+from lmcache_rs.gpu_connector import RegisteredCache, identity, register, slots_of
 from lmcache_rs.key import Namespaces
+from lmcache_rs.layouts import Layout, LayoutError, require_layout
 from lmcache_rs.token_database import ChunkedTokenDatabase, mask_bytes, token_buffer
 
 if TYPE_CHECKING:
@@ -49,10 +51,15 @@ class LMCacheEngine:
     Args:
         config: Settings.
         metadata: Facts of the model; part of every key.
-        layout: How the KV tensors lie in memory: `split` (`[2, blocks, block, heads, head]`, the
-            default) or `opaque` (whole blocks; `metadata.block_size` says how many tokens each).
+        layout: What the axes of the KV tensors mean: `split` (`[2, blocks, block, heads, head]`,
+            the default), another layout of addressable tokens, or `opaque` (whole blocks;
+            `metadata.block_size` says how many tokens each). docs/layouts.md has all of them.
+
+    Tensors are registered when they are first given. The registration is tried on them: a few
+    blocks are overwritten and restored, so nothing else may use the tensors during that call.
 
     Raises:
+        ValueError: The layout is unknown.
         MemoryError: The pool (`max_local_cpu_size`) cannot be had.
     """
 
@@ -66,8 +73,7 @@ class LMCacheEngine:
         self.config = config
         self.metadata = metadata
         self.layout: Layout = layout or "split"
-        if self.layout not in LAYOUTS:
-            raise ValueError(f"layout {layout!r} is unknown; known are {', '.join(LAYOUTS)}")
+        require_layout(self.layout)
         self.token_database = ChunkedTokenDatabase(config, metadata)
         self.chunk_size = config.chunk_size
         self._save_unfull_chunk = config.saves_unfull_chunk(alone=False)
@@ -118,7 +124,7 @@ class LMCacheEngine:
             return 0
         registered = self._register(kvcaches)
         num_tokens = len(tokens)
-        slots = _slots(slot_mapping, num_tokens)
+        slots = slots_of(slot_mapping, num_tokens)
         first = 0
         if mask is not None:
             first = _native.leading_false(mask_bytes(mask), num_tokens) // self.chunk_size
@@ -172,7 +178,7 @@ class LMCacheEngine:
         skip = 0
         if mask is not None:
             skip = _native.leading_false(mask_bytes(mask), num_tokens)
-        slots = _slots(slot_mapping, num_tokens)
+        slots = slots_of(slot_mapping, num_tokens)
         if self.local_cpu is None or not self.is_healthy():
             return ret_mask
         registered = self._register(kvcaches)
@@ -237,7 +243,8 @@ class LMCacheEngine:
         """The tiers, for callers that move whole objects."""
         from lmcache_rs.storage import StorageManager
 
-        return StorageManager(self.config, local_cpu=self.local_cpu)
+        form = None if self._registered is None else self._registered.form
+        return StorageManager(self.config, local_cpu=self.local_cpu, form=form)
 
     def close(self) -> None:
         """Ends the engine: later calls raise RuntimeError. Idempotent."""
@@ -262,17 +269,30 @@ class LMCacheEngine:
     def register_kv_caches(
         self, kvcaches: Sequence[torch.Tensor], *, block_tokens: int | None = None
     ) -> RegisteredCache:
-        """Registers the engine's KV tensors for good, once, before the first store or load."""
+        """Registers the engine's KV tensors for good, once, before the first store or load.
+
+        Raises:
+            LayoutError: The tensors cannot have the engine's layout, or are stored in another form
+                than the metadata states.
+        """
         registered = register(kvcaches, self.layout, block_tokens=block_tokens)
+        stored_form = registered.form.fmt.name
+        if self.metadata.stored_form not in (None, stored_form):
+            raise LayoutError(
+                f"the metadata state stored_form {self.metadata.stored_form}, these tensors are "
+                f"stored as {stored_form} ({registered.fallback_reason or registered.layout}); "
+                "make the engine with the layout that they have"
+            )
         # The tensors' own form is part of every key, whatever the metadata states.
         own = {
             "registered_dtype": registered.kv_dtype,
             "registered_layers": str(registered.num_layers),
             "registered_layout": registered.layout_id,
         }
-        self._namespaces = Namespaces(self.config, self.metadata, own)
+        metadata = replace(self.metadata, stored_form=stored_form)
+        self._namespaces = Namespaces(self.config, metadata, own)
         self._registered = registered
-        self._registered_from = _identity(kvcaches)
+        self._registered_from = identity(kvcaches)
         return registered
 
     def store_chunks(
@@ -357,9 +377,9 @@ class LMCacheEngine:
         return hashes, covered
 
     def _register(self, kvcaches: Sequence[torch.Tensor]) -> RegisteredCache:
-        identity = _identity(kvcaches)
+        which = identity(kvcaches)
         with self._lock:
-            if self._registered is None or self._registered_from != identity:
+            if self._registered is None or self._registered_from != which:
                 self.register_kv_caches(kvcaches, block_tokens=self.metadata.block_size)
             return self._require_registered()
 
@@ -371,27 +391,3 @@ class LMCacheEngine:
     def _require_open(self) -> None:
         if self._closed:
             raise RuntimeError("this LMCacheEngine is closed; make a new one")
-
-
-def _identity(kvcaches: Sequence[torch.Tensor]) -> tuple[object, ...]:
-    """Tells one set of KV tensors from another: where they lie and how."""
-    return tuple((t.data_ptr(), t.shape, t.stride(), t.dtype, t.device) for t in kvcaches)
-
-
-def _slots(slot_mapping: torch.Tensor | Sequence[int], num_tokens: int) -> Any:
-    """The slot mapping as int64 in host memory.
-
-    Raises:
-        ValueError, TypeError: Another length or element type.
-    """
-    if len(slot_mapping) != num_tokens:
-        raise ValueError(
-            f"slot_mapping has {len(slot_mapping)} entries for {num_tokens} tokens; "
-            "give one a token"
-        )
-    if hasattr(slot_mapping, "detach"):
-        slots = slot_mapping.detach().cpu().numpy()
-        if str(slots.dtype) != "int64":
-            raise TypeError(f"slot_mapping has dtype {slots.dtype}; it must be int64")
-        return slots
-    return slot_mapping

@@ -1,28 +1,49 @@
-"""How an engine's KV tensors lie in memory, and their registration for copies.
+"""An engine's KV tensors: their registration for copies, and the bulk connector over them.
 
-Two forms are known. `split`: one tensor a layer, `[2, blocks, block, heads, head]`, K and V apart,
-every token with an address. `opaque`: one tensor a layer with the block as its first axis, of which
-only whole blocks have a meaning, e.g. vLLM's CPU attention, which packs K across the tokens of a
-block in a way no stride shows.
+A registration is only good once it has been tried: random bytes are written through torch, and what
+our copies gather and scatter must be what torch's own indexing says. A layout of addressable
+tokens that fails is copied in whole blocks where blocks are certain, and refused otherwise.
 """
 
 from __future__ import annotations
 
+import logging
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any
 
 from lmcache_rs import _native
+from lmcache_rs.layouts import (
+    LAYOUTS,
+    Layout,
+    LayoutError,
+    MemoryFormat,
+    StoredForm,
+    TokenAxes,
+    require_layout,
+    token_axes,
+)
 
 if TYPE_CHECKING:
     import torch
 
-Layout = Literal["split", "opaque"]
-LAYOUTS: tuple[Layout, ...] = ("split", "opaque")
+    from lmcache_rs.storage import MemoryObj
 
+__all__ = [
+    "LAYOUTS",
+    "Layout",
+    "LayoutError",
+    "RegisteredCache",
+    "VLLMPagedMemGPUConnectorV2",
+    "identity",
+    "register",
+    "slots_of",
+]
 
-class LayoutError(ValueError):
-    """The tensors cannot be what the layout says they are."""
+logger = logging.getLogger("lmcache_rs")
+# Slots tried at registration: half of them gathered from, the others scattered to.
+_TRIED_SLOTS = 6
 
 
 @dataclass(frozen=True)
@@ -31,39 +52,73 @@ class RegisteredCache:
 
     Args:
         native: The registration; keeps the tensors alive.
-        layout: Which form they have.
+        layout: How they are copied: the layout asked for, or `opaque` where that one failed.
         layout_id: Everything about the form that decides a chunk's bytes, as text.
+        form: The form of a chunk.
         block_tokens: Tokens of a block.
         num_blocks: Blocks of each layer.
-        num_layers: Registered layers.
-        kv_dtype: Element type, without the `torch.` prefix.
+        fallback_reason: Why the layout asked for is not the one in use, if so.
     """
 
     native: _native.PagedCache
     layout: Layout
     layout_id: str
+    form: StoredForm
     block_tokens: int
     num_blocks: int
-    num_layers: int
-    kv_dtype: str
+    fallback_reason: str | None = None
+
+    @property
+    def num_layers(self) -> int:
+        """Registered layers."""
+        return self.form.num_layers
+
+    @property
+    def kv_dtype(self) -> str:
+        """Element type, without the `torch.` prefix."""
+        return self.form.dtype
 
 
 def register(
     kvcaches: Sequence[torch.Tensor], layout: Layout, *, block_tokens: int | None = None
 ) -> RegisteredCache:
-    """Registers one tensor a layer; all layers alike.
+    """Registers one tensor a layer, all layers alike, and tries the registration.
+
+    The trial overwrites a few blocks and restores them: nothing else may use the tensors meanwhile.
 
     Args:
         kvcaches: The layers' tensors, in host memory.
-        layout: `split` or `opaque`.
+        layout: What their axes mean; see docs/layouts.md.
         block_tokens: Tokens of a block; needed for `opaque`, whose tensors do not show it.
 
     Raises:
         LayoutError: The tensors differ, are not in host memory, or cannot have this layout.
     """
-    if layout not in LAYOUTS:
-        raise LayoutError(f"layout {layout!r} is unknown; known are {', '.join(LAYOUTS)}")
-    if not kvcaches:
+    require_layout(layout)
+    _require_alike(kvcaches)
+    if layout == "opaque":
+        if block_tokens is None or block_tokens < 1:
+            raise LayoutError(
+                "the opaque layout needs block_tokens, the number of tokens of a block"
+            )
+        return _register_opaque(kvcaches, block_tokens)
+    first = kvcaches[0]
+    axes = token_axes(layout, first.shape, first.stride())
+    if block_tokens not in (None, axes.block_tokens):
+        raise LayoutError(
+            f"block_size is {block_tokens}, but a block of layout {layout!r} of "
+            f"{list(first.shape)} has {axes.block_tokens} tokens; state that or leave it out"
+        )
+    try:
+        registered = _register_tokens(kvcaches, layout, axes)
+        _try_tokens(registered, kvcaches, axes)
+    except (LayoutError, ValueError) as error:
+        return _fall_back(kvcaches, layout, axes, str(error))
+    return registered
+
+
+def _require_alike(kvcaches: Sequence[torch.Tensor]) -> None:
+    if not len(kvcaches):
         raise LayoutError("no KV tensor given; give one a layer")
     first = kvcaches[0]
     for number, tensor in enumerate(kvcaches):
@@ -77,84 +132,93 @@ def register(
                 f"layer {number} is {tuple(tensor.shape)} {tensor.dtype}, layer 0 "
                 f"{tuple(first.shape)} {first.dtype}; all layers must be alike"
             )
-    if layout == "split":
-        return _register_split(kvcaches)
-    if block_tokens is None or block_tokens < 1:
-        raise LayoutError("the opaque layout needs block_tokens, the number of tokens of a block")
-    return _register_opaque(kvcaches, block_tokens)
 
 
-def _register_split(kvcaches: Sequence[torch.Tensor]) -> RegisteredCache:
-    first = kvcaches[0]
-    if first.dim() != 5 or first.shape[0] != 2:
-        raise LayoutError(
-            f"a split layer is [2, blocks, block, heads, head], found {list(first.shape)}; "
-            "make the engine with another layout"
-        )
-    _, num_blocks, block_tokens, heads, head_size = first.shape
-    element = first.element_size()
-    plane, block, token, head, unit = (stride * element for stride in first.stride())
-    if unit != element:
-        raise LayoutError("the last axis of a KV tensor must be contiguous")
+def _register_tokens(
+    kvcaches: Sequence[torch.Tensor], layout: Layout, axes: TokenAxes
+) -> RegisteredCache:
+    element = kvcaches[0].element_size()
     native = _native.PagedCache.tokens(
         _address_ranges(kvcaches),
-        num_blocks,
-        block_tokens=block_tokens,
-        block_stride=block,
-        token_stride=token,
-        planes=2,
-        plane_stride=plane,
-        heads=heads,
-        head_stride=head,
-        run_bytes=head_size * element,
+        axes.num_blocks,
+        block_tokens=axes.block_tokens,
+        block_stride=axes.block_stride * element,
+        token_stride=axes.token_stride * element,
+        planes=axes.planes,
+        plane_stride=axes.plane_stride * element,
+        heads=axes.heads,
+        head_stride=axes.head_stride * element,
+        run_bytes=axes.head_size * element,
         keep_alive=tuple(kvcaches),
     )
-    # The stored form has the tokens side by side, so the engine's block size does not enter it.
-    layout_id = f"tokens-2x{heads}x{head_size}"
-    return _registered(native, kvcaches, "split", layout_id, block_tokens, num_blocks)
+    form = StoredForm(
+        fmt=axes.stored_format,
+        num_layers=len(kvcaches),
+        hidden=axes.heads * axes.head_size,
+        dtype=_dtype_name(kvcaches[0]),
+    )
+    return RegisteredCache(native, layout, axes.layout_id, form, axes.block_tokens, axes.num_blocks)
 
 
-def _register_opaque(kvcaches: Sequence[torch.Tensor], block_tokens: int) -> RegisteredCache:
-    first = kvcaches[0]
-    num_blocks, *inner = first.shape
-    element = first.element_size()
-    # Whole blocks are copied as runs of bytes: within a block nothing may be left out or shared.
-    if not first[0].is_contiguous():
+def _fall_back(
+    kvcaches: Sequence[torch.Tensor], layout: Layout, axes: TokenAxes, reason: str
+) -> RegisteredCache:
+    try:
+        if axes.order[0] != "B":
+            raise LayoutError("a block is not one run of bytes")
+        registered = _register_opaque(kvcaches, axes.block_tokens, reason)
+    except (LayoutError, ValueError) as error:
         raise LayoutError(
-            f"a block of layer 0 is not one run of bytes (strides {first.stride()}); "
-            "set the engine's KV layout to one whose blocks are contiguous"
+            f"layout {layout!r} cannot be certified: {reason}; nor can whole blocks: {error}; "
+            "use an engine layout whose blocks are contiguous, or name the layout it has"
+        ) from error
+    logger.warning(
+        "lmcache_rs: layout %r cannot be certified (%s); KV is copied in whole blocks of %d tokens",
+        layout,
+        reason,
+        axes.block_tokens,
+    )
+    return registered
+
+
+def _register_opaque(
+    kvcaches: Sequence[torch.Tensor], block_tokens: int, reason: str | None = None
+) -> RegisteredCache:
+    first = kvcaches[0]
+    num_blocks, *inner = first.shape if first.dim() else (0,)
+    # Whole blocks are copied as runs of bytes: within a block nothing may be left out or shared.
+    if not num_blocks or not inner or not first[0].is_contiguous():
+        raise LayoutError(
+            f"a block of layer 0 is not one run of bytes ({list(first.shape)} with strides "
+            f"{list(first.stride())}); set the engine's KV layout to one whose blocks are "
+            "contiguous"
         )
-    block_bytes = first[0].numel() * element
+    element = first.element_size()
     native = _native.PagedCache.opaque(
         _address_ranges(kvcaches),
         num_blocks,
         block_tokens=block_tokens,
-        block_bytes=block_bytes,
+        block_bytes=first[0].numel() * element,
         block_stride=first.stride(0) * element,
         keep_alive=tuple(kvcaches),
     )
-    axes = "x".join(str(size) for size in inner)
-    layout_id = f"opaque-{block_tokens}t-{axes}"
-    return _registered(native, kvcaches, "opaque", layout_id, block_tokens, num_blocks)
-
-
-def _registered(
-    native: _native.PagedCache,
-    kvcaches: Sequence[torch.Tensor],
-    layout: Layout,
-    layout_id: str,
-    block_tokens: int,
-    num_blocks: int,
-) -> RegisteredCache:
-    return RegisteredCache(
-        native=native,
-        layout=layout,
-        layout_id=layout_id,
-        block_tokens=block_tokens,
-        num_blocks=num_blocks,
+    form = StoredForm(
+        fmt=MemoryFormat.OPAQUE,
         num_layers=len(kvcaches),
-        kv_dtype=str(kvcaches[0].dtype).removeprefix("torch."),
+        hidden=first[0].numel(),
+        dtype=_dtype_name(first),
+        block_tokens=block_tokens,
     )
+    axes = "x".join(str(size) for size in inner)
+    registered = RegisteredCache(
+        native, "opaque", f"OPAQUE-{block_tokens}t-{axes}", form, block_tokens, num_blocks, reason
+    )
+    _try_blocks(registered, kvcaches)
+    return registered
+
+
+def _dtype_name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _address_ranges(kvcaches: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
@@ -166,3 +230,273 @@ def _address_ranges(kvcaches: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
         )
         ranges.append((tensor.data_ptr(), (last + 1) * tensor.element_size()))
     return ranges
+
+
+# --- the trial --------------------------------------------------------------------------------
+
+
+def _token_view(tensor: torch.Tensor, axes: TokenAxes) -> torch.Tensor:
+    """The bytes of a layer as torch sees them: `[blocks, block, planes, heads, run]`, a view."""
+    import torch
+
+    order = axes.order
+    view = tensor.view(torch.uint8)
+    if "C" in order:
+        view = view.unfold(-1, view.shape[-1] // 2, view.shape[-1] // 2)
+        order = order.replace("C", "KD")
+    view = view.permute([order.index(axis) for axis in "BNKHD" if axis in order])
+    for place, axis in enumerate("BNKHD"):
+        if axis not in order:
+            view = view.unsqueeze(place)
+    return view
+
+
+def _try_tokens(
+    registered: RegisteredCache, kvcaches: Sequence[torch.Tensor], axes: TokenAxes
+) -> None:
+    """Raises LayoutError unless gather and scatter of some slots equal torch's own indexing."""
+    import torch
+
+    slots = torch.tensor(_some_of(axes.num_blocks * axes.block_tokens))
+    block_ids = torch.unique(slots // axes.block_tokens)
+    # A single slot can only be read.
+    sources, targets = slots[: -(-len(slots) // 2)], slots[-(-len(slots) // 2) :]
+
+    def rows(slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.searchsorted(block_ids, slots // axes.block_tokens), slots % axes.block_tokens
+
+    # vLLM's tensors are made in inference mode and can only be written there.
+    with torch.inference_mode():
+        views = [_token_view(tensor, axes) for tensor in kvcaches]
+        held = [view[block_ids] for view in views]
+        try:
+            noise = [torch.randint_like(blocks, 256) for blocks in held]
+            for view, blocks in zip(views, noise, strict=True):
+                view[block_ids] = blocks
+            expected = torch.stack([blocks[rows(sources)] for blocks in noise])
+            scratch = _scratch(registered, len(sources))
+            _native.gather(registered.native, [scratch], [0], [len(sources)], slots_of(sources))
+            if scratch.to_bytes() != expected.numpy().tobytes():
+                raise LayoutError("gathered tokens are not what the tensor has at their slots")
+            if not len(targets):
+                return
+            scratch = _scratch(registered, len(targets))
+            _native.gather(
+                registered.native, [scratch], [0], [len(targets)], slots_of(sources[: len(targets)])
+            )
+            _native.scatter(registered.native, [scratch], [0], [len(targets)], slots_of(targets))
+            for view, blocks, layer in zip(views, noise, expected, strict=True):
+                blocks[rows(targets)] = layer[: len(targets)]
+                if not torch.equal(view[block_ids], blocks):
+                    raise LayoutError("scattered tokens are not what the tensor has at their slots")
+        finally:
+            for view, blocks in zip(views, held, strict=True):
+                view[block_ids] = blocks
+
+
+def _try_blocks(registered: RegisteredCache, kvcaches: Sequence[torch.Tensor]) -> None:
+    """Raises LayoutError unless gather and scatter of a block equal torch's own indexing."""
+    import torch
+
+    blocks = _some_of(registered.num_blocks)[:3]
+    source, target = blocks[0], blocks[-1]
+    tokens = registered.block_tokens
+    with torch.inference_mode():
+        # Layer by layer, the bytes of each tried block, as views.
+        views = [
+            [layer[block].view(-1).view(torch.uint8) for block in blocks] for layer in kvcaches
+        ]
+        held = [[block.clone() for block in layer] for layer in views]
+        try:
+            for layer in views:
+                for block in layer:
+                    block.copy_(torch.randint_like(block, 256))
+            expected = [[block.clone() for block in layer] for layer in views]
+            scratch = _scratch(registered, tokens)
+            slots = torch.arange(tokens)
+            _native.gather(
+                registered.native, [scratch], [0], [tokens], slots_of(slots + source * tokens)
+            )
+            if (
+                scratch.to_bytes()
+                != torch.stack([layer[0] for layer in expected]).numpy().tobytes()
+            ):
+                raise LayoutError("a gathered block is not what the tensor has there")
+            _native.scatter(
+                registered.native, [scratch], [0], [tokens], slots_of(slots + target * tokens)
+            )
+            for layer, wanted in zip(views, expected, strict=True):
+                wanted[-1] = wanted[0]
+                if not all(map(torch.equal, layer, wanted)):
+                    raise LayoutError("a scattered block is not what the tensor has there")
+        finally:
+            for layer, was in zip(views, held, strict=True):
+                for block, bytes_before in zip(layer, was, strict=True):
+                    block.copy_(bytes_before)
+
+
+def _some_of(count: int) -> list[int]:
+    """Some places out of `count`, each once, the first and the last among them."""
+    inner = range(1, count - 1)
+    chosen = [0, *random.Random(count).sample(inner, min(_TRIED_SLOTS - 2, len(inner)))]
+    return chosen + ([count - 1] if count > 1 else [])
+
+
+def _scratch(registered: RegisteredCache, num_tokens: int) -> _native.MemoryObj:
+    """Memory for so many tokens, in a pool of its own."""
+    nbytes = registered.native.chunk_bytes(num_tokens)
+    objects = _native.LocalCpu(nbytes + (1 << 16), 1000).allocate([nbytes])
+    assert objects is not None, "the pool is larger than what is asked of it"
+    return objects[0]
+
+
+# --- for engines that move memory objects themselves --------------------------------------------
+
+
+def identity(kvcaches: Sequence[torch.Tensor]) -> tuple[object, ...]:
+    """Tells one set of KV tensors from another: where they lie and how."""
+    return tuple((t.data_ptr(), t.shape, t.stride(), t.dtype, t.device) for t in kvcaches)
+
+
+def slots_of(slot_mapping: torch.Tensor | Sequence[int], num_tokens: int | None = None) -> Any:
+    """The slot mapping as int64 in host memory.
+
+    Raises:
+        ValueError, TypeError: Another length than `num_tokens`, or another element type.
+    """
+    if num_tokens is not None and len(slot_mapping) != num_tokens:
+        raise ValueError(
+            f"slot_mapping has {len(slot_mapping)} entries for {num_tokens} tokens; "
+            "give one a token"
+        )
+    if hasattr(slot_mapping, "detach"):
+        slots = slot_mapping.detach().cpu().numpy()
+        if str(slots.dtype) != "int64":
+            raise TypeError(f"slot_mapping has dtype {slots.dtype}; it must be int64")
+        return slots
+    return slot_mapping
+
+
+class VLLMPagedMemGPUConnectorV2:
+    """Moves memory objects between host memory and an engine's paged KV, all layers at once.
+
+    Args:
+        hidden_dim_size: Elements of a token in one plane; checked against the tensors if given.
+        num_layers: Layers of a chunk; checked against the tensors if given.
+        layout: What the axes of the KV tensors mean.
+        block_tokens: Tokens of a block, for `opaque`.
+    """
+
+    def __init__(
+        self,
+        hidden_dim_size: int | None = None,
+        num_layers: int | None = None,
+        *,
+        layout: Layout = "split",
+        block_tokens: int | None = None,
+    ) -> None:
+        require_layout(layout)
+        self.layout: Layout = layout
+        self._hidden_dim_size = hidden_dim_size
+        self._num_layers = num_layers
+        self._block_tokens = block_tokens
+        self._registered: RegisteredCache | None = None
+        self._registered_from: tuple[object, ...] = ()
+
+    def initialize_kvcaches_ptr(self, kvcaches: Sequence[torch.Tensor]) -> RegisteredCache:
+        """Registers the tensors, unless they are the registered ones already.
+
+        Raises:
+            LayoutError: The tensors are not what this connector was made for.
+        """
+        which = identity(kvcaches)
+        if self._registered is None or self._registered_from != which:
+            registered = register(kvcaches, self.layout, block_tokens=self._block_tokens)
+            stated = (self._num_layers, self._hidden_dim_size)
+            found = (registered.form.num_layers, registered.form.hidden)
+            for what, wanted, there in zip(
+                ("num_layers", "hidden_dim_size"), stated, found, strict=True
+            ):
+                if wanted not in (None, there):
+                    raise LayoutError(f"{what} is {wanted}, but the KV tensors have {there}")
+            self._registered, self._registered_from = registered, which
+        return self._registered
+
+    def get_shape(self, num_tokens: int) -> tuple[int, ...]:
+        """The shape of a chunk in the stored form.
+
+        Raises:
+            RuntimeError: No KV tensors are registered yet.
+        """
+        return self._require_registered().form.shape(num_tokens)
+
+    def batched_from_gpu(
+        self,
+        memory_objs: Sequence[MemoryObj | _native.MemoryObj],
+        starts: Sequence[int],
+        ends: Sequence[int],
+        *,
+        slot_mapping: torch.Tensor | Sequence[int],
+        kvcaches: Sequence[torch.Tensor] | None = None,
+    ) -> int:
+        """Fills each object with the tokens `starts[i]:ends[i]`.
+
+        Args:
+            memory_objs: Writable objects of the chunks' sizes, in any format of this stored form.
+            starts: The first token of each chunk, an index into `slot_mapping`.
+            ends: One past its last token.
+            slot_mapping: int64, one slot a token; the rows of tokens at -1 are left as they are.
+            kvcaches: One tensor a layer; None takes those registered before.
+
+        Returns:
+            Bytes copied.
+
+        Raises:
+            ValueError, TypeError, LayoutError: Sizes, slots or formats contradict each other.
+            RuntimeError: An object is sealed or in use.
+        """
+        registered = self._take(memory_objs, kvcaches)
+        slots = slots_of(slot_mapping)
+        return _native.gather(registered.native, memory_objs, starts, ends, slots)
+
+    def batched_to_gpu(
+        self,
+        memory_objs: Sequence[MemoryObj | _native.MemoryObj],
+        starts: Sequence[int],
+        ends: Sequence[int],
+        *,
+        slot_mapping: torch.Tensor | Sequence[int],
+        kvcaches: Sequence[torch.Tensor] | None = None,
+    ) -> int:
+        """Writes each object to the slots of the tokens `starts[i]:ends[i]`; -1 is skipped.
+
+        Arguments, result and errors as for `batched_from_gpu`; the objects may be sealed.
+        """
+        registered = self._take(memory_objs, kvcaches)
+        slots = slots_of(slot_mapping)
+        return _native.scatter(registered.native, memory_objs, starts, ends, slots)
+
+    def _take(
+        self,
+        memory_objs: Sequence[MemoryObj | _native.MemoryObj],
+        kvcaches: Sequence[torch.Tensor] | None,
+    ) -> RegisteredCache:
+        if kvcaches is not None:
+            self.initialize_kvcaches_ptr(kvcaches)
+        registered = self._require_registered()
+        form = registered.form
+        for number, memory_obj in enumerate(memory_objs):
+            metadata = getattr(memory_obj, "metadata", None)
+            if metadata is None:
+                continue
+            if metadata.form() != form:
+                raise LayoutError(
+                    f"memory object {number} is {metadata.form()}, the KV tensors are {form}; "
+                    "allocate it with the shape of get_shape(num_tokens)"
+                )
+        return registered
+
+    def _require_registered(self) -> RegisteredCache:
+        if self._registered is None:
+            raise RuntimeError("no KV tensors are registered; give kvcaches once")
+        return self._registered

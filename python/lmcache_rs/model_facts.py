@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+from lmcache_rs.layouts import TOKEN_FORMS
+
 UNSTATED = "unstated"
 """Stands in a key for a fact its caller left out, so that stating it later is another key."""
 
@@ -28,9 +30,10 @@ class LMCacheMetadata:
         worker_id: This worker's number, from 0 to world_size - 1.
         kv_dtype: Element type of the KV cache, resolved: `bfloat16`, `fp8_e4m3`, never `auto`.
         model_fingerprint: Digest of configuration, quantisation and weights.
-        stored_form: How a chunk's bytes are laid out in memory.
-        layout_id: The engine's layout of its paged KV cache.
-        block_size: Tokens of one block of the engine.
+        stored_form: How a chunk's bytes are laid out in memory: a name of `MemoryFormat`.
+        layout_id: The engine's layout of its paged KV cache, as far as it shows in a chunk.
+        block_size: Tokens of one block of the engine; leaves the key where the stored form has
+            tokens side by side, whatever the engine's blocks.
         num_layers: Layers this worker holds.
         num_kv_heads: KV heads of a layer on this worker.
         head_size: Elements of one head.
@@ -93,6 +96,8 @@ class LMCacheMetadata:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             facts[field.name] = UNSTATED if value is None else str(value)
+        if self.stored_form in TOKEN_FORMS:
+            facts["block_size"] = "any"
         return facts
 
 

@@ -6,14 +6,17 @@ import gc
 import os
 
 import pytest
+import torch
 
 from lmcache_rs import (
     CacheEngineKey,
     LMCacheEngineConfig,
+    MemoryFormat,
     MemoryObj,
     StorageManager,
     _native,
 )
+from lmcache_rs.storage import MemoryObjMetadata
 
 PAGE = 4096
 
@@ -170,3 +173,133 @@ def test_every_handle_raises_in_a_fork_and_dies_there_in_silence() -> None:
     assert os.waitpid(child, 0)[1] == 0
     assert pool.put("ns", bytes(32), memory_obj)
     assert pool.audit()["cached_bytes"] == PAGE
+
+
+# --- objects with a shape -----------------------------------------------------------------------
+
+FORMATS = [
+    (MemoryFormat.KV_T2D, (3, 5, 2, 8)),
+    (MemoryFormat.KV_2LTD, (2, 3, 5, 8)),
+    (MemoryFormat.KV_MLA_FMT, (3, 5, 8)),
+    (MemoryFormat.OPAQUE, (3, 5, 8)),
+]
+
+
+def shaped(
+    store: StorageManager, fmt: MemoryFormat, shape: tuple[int, ...], count: int = 1
+) -> list[MemoryObj]:
+    objects = store.batched_allocate(shape, torch.bfloat16, fmt, count)
+    assert objects is not None
+    return objects
+
+
+@pytest.mark.parametrize(("fmt", "shape"), FORMATS)
+def test_a_tensor_is_the_memory_itself(fmt: MemoryFormat, shape: tuple[int, ...]) -> None:
+    (memory_obj,) = shaped(manager(), fmt, shape)
+    assert (memory_obj.shape, memory_obj.fmt, memory_obj.num_tokens) == (shape, fmt, 5)
+    assert memory_obj.dtype == torch.bfloat16
+    values = torch.randn(shape).to(torch.bfloat16)
+    memory_obj.tensor.copy_(values)
+    assert torch.equal(memory_obj.tensor, values)
+    stored = values.permute(1, 2, 0, 3) if fmt is MemoryFormat.KV_2LTD else values
+    assert memory_obj.to_bytes() == stored.contiguous().view(torch.uint8).numpy().tobytes()
+    memoryview(memory_obj)[:] = bytes(memory_obj.nbytes)
+    assert not memory_obj.tensor.any()
+
+
+@pytest.mark.parametrize(("fmt", "shape"), FORMATS)
+def test_sealed_memory_is_not_written_through_any_tensor(
+    fmt: MemoryFormat, shape: tuple[int, ...]
+) -> None:
+    store = manager()
+    (memory_obj,) = shaped(store, fmt, shape)
+    writer = memory_obj.tensor
+    writer.fill_(3)
+    with pytest.raises(BufferError, match="memoryview and tensor"):
+        store.batched_put([key(1)], [memory_obj])
+    del writer
+    store.batched_put([key(1)], [memory_obj])
+    (got,) = store.batched_get([key(1)])
+    assert got is not None
+    for sealed in (memory_obj, got):
+        tensor = sealed.tensor
+        assert bool((tensor == 3).all())
+        writes = [
+            tensor.zero_,
+            tensor[0].zero_,
+            tensor.unbind(0)[0].zero_,
+            lambda of=tensor: of[1:].__setitem__(0, 1),
+            lambda of=tensor: of.__iadd__(1),
+            lambda of=tensor: of.data.mul_(2),
+            lambda of=tensor: torch.add(of, 1, out=of),
+        ]
+        for write in writes:
+            with pytest.raises(RuntimeError, match="sealed"):
+                write()
+        # What is computed from it is the caller's own.
+        assert bool((tensor + 1).zero_().eq(0).all())
+        assert bool(torch.empty_like(tensor.clone()).copy_(tensor).eq(3).all())
+    assert bool((got.tensor == 3).all())
+
+
+def test_a_tensor_outlives_its_object_and_the_store() -> None:
+    store = manager()
+    (memory_obj,) = shaped(store, MemoryFormat.KV_T2D, (3, 5, 2, 8))
+    memory_obj.tensor.fill_(7)
+    store.batched_put([key(1)], [memory_obj])
+    (got,) = store.batched_get([key(1)])
+    assert got is not None
+    tensor = got.tensor
+    del memory_obj, got
+    store.close()
+    gc.collect()
+    assert bool((tensor == 7).all())
+
+
+def test_what_a_namespace_holds_is_known_of_what_is_got() -> None:
+    store = manager()
+    objects = shaped(store, MemoryFormat.KV_2LTD, (2, 3, 5, 8)) + shaped(
+        store, MemoryFormat.KV_T2D, (3, 2, 2, 8)
+    )
+    store.batched_put([key(1), key(2)], objects)
+    first, second = store.batched_get([key(1), key(2)])
+    assert first is not None
+    assert second is not None
+    # One stored form for both; they differ in their number of tokens alone.
+    assert (first.shape, first.fmt) == ((3, 5, 2, 8), MemoryFormat.KV_T2D)
+    assert (second.shape, second.num_tokens) == ((3, 2, 2, 8), 2)
+    (other,) = shaped(store, MemoryFormat.KV_MLA_FMT, (3, 5, 8))
+    with pytest.raises(ValueError, match="this namespace holds"):
+        store.batched_put([key(3)], [other])
+    store.batched_put([key(3, facts={"form": "other"})], [other])
+
+
+def test_positions_stay_with_the_handle() -> None:
+    positions = [torch.arange(5), torch.arange(5, 10)]
+    store = manager()
+    objects = store.batched_allocate(
+        (3, 5, 8), torch.float32, MemoryFormat.KV_MLA_FMT, 2, cached_positions=positions
+    )
+    assert objects is not None
+    assert [memory_obj.cached_positions for memory_obj in objects] == positions
+
+
+def test_shapes_that_are_none_of_a_format_are_named() -> None:
+    store = manager()
+    for fmt, shape in (
+        (MemoryFormat.KV_T2D, (3, 5, 8)),
+        (MemoryFormat.KV_T2D, (2, 3, 5, 8)),
+        (MemoryFormat.KV_2LTD, (3, 5, 2, 8)),
+        (MemoryFormat.KV_MLA_FMT, (3, 5, 2, 8)),
+    ):
+        with pytest.raises(ValueError, match=f"none of {fmt.name}"):
+            store.batched_allocate(shape, torch.float32, fmt)
+    with pytest.raises(ValueError, match="holds nothing"):
+        store.batched_allocate((3, 0, 8), torch.float32, MemoryFormat.KV_MLA_FMT)
+    with pytest.raises(TypeError, match="dtype and fmt together"):
+        store.batched_allocate((3, 5, 8), torch.float32)  # type: ignore[call-overload]
+    (raw,) = store.batched_allocate([PAGE]) or []
+    with pytest.raises(RuntimeError, match="allocated in bytes"):
+        _ = raw.tensor
+    with pytest.raises(ValueError, match="of 4096 bytes cannot be"):
+        MemoryObj(raw, MemoryObjMetadata((1, 2, 3), torch.float32, MemoryFormat.KV_MLA_FMT))

@@ -134,6 +134,10 @@ class EngineSpec:
             arguments["num_gpu_blocks_override"] = self.num_blocks
         if self.connector == "probe":
             arguments["worker_extension_cls"] = "probe.ProbeWorker"
+        if self.model == "tiny-mla":
+            # vLLM 0.32's CPU kernel of interleaved rotary embeddings rotates wrong numbers, and
+            # others in a batch than alone: a chunk's KV would not be a function of its tokens.
+            arguments["compilation_config"] = {"custom_ops": ["all", "-rotary_embedding"]}
         if self.lora:
             arguments |= {"enable_lora": True, "max_lora_rank": models.LORA_RANK, "max_loras": 2}
         return arguments

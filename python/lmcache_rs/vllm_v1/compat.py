@@ -7,10 +7,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
+from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
 import vllm
 from lmcache_rs import _native
 from lmcache_rs.config import LMCacheMetadata
+from lmcache_rs.layouts import Layout, MemoryFormat
 
 if TYPE_CHECKING:
     import torch
@@ -26,6 +28,12 @@ logger = logging.getLogger("vllm.lmcache_rs")
 TESTED_VERSIONS = ("0.32.0",)
 BROKEN_VERSIONS: Mapping[str, str] = {}
 """vLLM versions known not to work, each with the reason."""
+TOKEN_ADDRESSED_BACKENDS = frozenset({"CPU_MLA", "AMX_MLA"})
+"""Attention backends that read and write their cache as a plain table `[slots, dim]`.
+
+No other may be added for the looks of its tensors: CPU_ATTN declares `[B, H, N, 2 * D]` and keeps,
+inside each (block, head), a plane of K packed across tokens and then a plane of V.
+"""
 
 
 class UnsupportedEngineError(RuntimeError):
@@ -93,6 +101,44 @@ def block_bytes_of(kv_cache_config: KVCacheConfig) -> int:
     return int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.page_size_bytes)
 
 
+def layout_of(kv_cache_config: KVCacheConfig) -> Layout:
+    """How the engine's declaration says its KV can be copied: `mla` by token, else in whole blocks.
+
+    Both halves ask, and only one of them sees tensors; what the declaration promises the worker
+    half holds against the attention backends and the tensors (`require_backends`).
+    """
+    spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+    # By exact type: its subclasses keep other things. Packed or padded states are no plain table.
+    is_plain_table = (
+        type(spec) is MLAAttentionSpec
+        and spec.tokens_per_state == 1
+        and spec.num_heads == 1
+        and spec.state_content_bytes is None
+        and spec.page_size_padded is None
+    )
+    return "mla" if is_plain_table else "opaque"
+
+
+def require_backends(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    """Stops where tokens are to be copied one by one out of a cache that is not known as a table.
+
+    Raises:
+        UnsupportedEngineError: Names the layer, its attention backend and what to change.
+    """
+    if layout_of(kv_cache_config) == "opaque":
+        return
+    layers = vllm_config.compilation_config.static_forward_context
+    for name in kv_cache_config.kv_cache_groups[0].layer_names:
+        backend = layers[name].get_attn_backend().get_name() if name in layers else "unknown"
+        if backend not in TOKEN_ADDRESSED_BACKENDS:
+            raise UnsupportedEngineError(
+                f"lmcache_rs does not know how attention backend {backend} of layer {name} keeps "
+                "its tokens; choose one of "
+                f"{', '.join(sorted(TOKEN_ADDRESSED_BACKENDS))} with --attention-backend, or start "
+                "vLLM without this connector"
+            )
+
+
 def metadata_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> LMCacheMetadata:
     """The facts of the model that both halves know, and that enter every key."""
     group = kv_cache_config.kv_cache_groups[0]
@@ -101,14 +147,21 @@ def metadata_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> LMCa
     cache_dtype = str(vllm_config.cache_config.cache_dtype)
     if cache_dtype != "auto":
         dtype = f"{cache_dtype}-{dtype}"
-    layout = kv_cache_config.kv_cache_layout or "undeclared"
+    if layout_of(kv_cache_config) == "mla":
+        # Names the stored form alone: any block size and order of axes can load it.
+        stored_form = MemoryFormat.KV_MLA_FMT.name
+        layout_id = f"{stored_form}-1x{getattr(spec, 'head_size', 0)}"
+    else:
+        stored_form = MemoryFormat.OPAQUE.name
+        layout = kv_cache_config.kv_cache_layout or "undeclared"
+        layout_id = f"{type(spec).__name__}-{layout}-{spec.page_size_bytes}"
     return LMCacheMetadata(
         model_name=vllm_config.model_config.model,
         world_size=1,
         worker_id=0,
         kv_dtype=dtype,
-        stored_form="opaque",
-        layout_id=f"{type(spec).__name__}-{layout}-{spec.page_size_bytes}",
+        stored_form=stored_form,
+        layout_id=layout_id,
         block_size=spec.block_size,
         num_layers=len(group.layer_names),
     )
@@ -119,8 +172,9 @@ def kv_tensors(
 ) -> list[torch.Tensor]:
     """The registered tensors in the engine's order of layers, their block axis certified.
 
-    Whole blocks are copied, so what must be certain is where a block begins and ends: the first
-    axis counts the engine's blocks, and one step of it holds as many bytes as the engine says.
+    What must be certain is where a block begins and ends: the first axis counts the engine's
+    blocks, and one step of it holds as many bytes as the engine says; in one run, where whole
+    blocks are copied.
 
     Raises:
         UnsupportedEngineError: It is not certain.
@@ -137,6 +191,7 @@ def kv_tensors(
     tensors = []
     num_blocks = kv_cache_config.num_blocks
     block_bytes = block_bytes_of(kv_cache_config)
+    by_token = layout_of(kv_cache_config) != "opaque"
     for name in names:
         tensor = kv_caches[name]
         if not isinstance(tensor, torch.Tensor):
@@ -144,7 +199,7 @@ def kv_tensors(
                 f"lmcache_rs cannot copy the KV of layer {name}: it is a {type(tensor).__name__}"
             )
         found = tensor[0].numel() * tensor.element_size() if tensor.shape[0] else 0
-        whole = tensor.shape[0] == num_blocks and tensor[0].is_contiguous()
+        whole = tensor.shape[0] == num_blocks and (by_token or tensor[0].is_contiguous())
         if not whole or found != block_bytes:
             raise UnsupportedEngineError(
                 f"lmcache_rs cannot certify the block axis of layer {name}: {num_blocks} blocks of "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from lmcache_rs.config import LMCacheEngineConfig, disabled_by_environment
+from lmcache_rs.layouts import LayoutError
 from lmcache_rs.vllm_v1 import compat
 from lmcache_rs.vllm_v1.faults import Faults
 from lmcache_rs.vllm_v1.scheduler import LMCacheSchedulerHalf
@@ -42,6 +43,7 @@ class LMCacheManager:
         self.faults = Faults()
         self.scheduler: LMCacheSchedulerHalf | None = None
         self.worker: LMCacheWorkerHalf | None = None
+        self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._is_scheduler = is_scheduler
         if disabled_by_environment():
@@ -80,7 +82,7 @@ class LMCacheManager:
         """Gives the worker half the engine's tensors and prints the banner.
 
         Raises:
-            UnsupportedEngineError: The tensors' block axis cannot be certified.
+            UnsupportedEngineError: The tensors are not certain to be what the engine declares.
         """
         if self.worker is None:
             return
@@ -92,9 +94,15 @@ class LMCacheManager:
                 "engine a process"
             )
             return
+        compat.require_backends(self._vllm_config, self._kv_cache_config)
         tensors = compat.kv_tensors(kv_caches, self._kv_cache_config)
         try:
             self.worker.register_kv_caches(tensors, compat.block_bytes_of(self._kv_cache_config))
+        except LayoutError as error:
+            raise compat.UnsupportedEngineError(
+                f"lmcache_rs cannot copy this engine's KV: {error}; or start vLLM without this "
+                "connector"
+            ) from error
         except Exception as error:
             self._degrade("register_kv_caches", error)
             return
@@ -106,12 +114,13 @@ class LMCacheManager:
 
         capacity_bytes, capacity_tokens = self.worker.capacity()
         self._say(
-            "%s on %s; %d layers of %s %s, copied in whole blocks; chunk %d tokens; chain %s (%s)",
+            "%s on %s; %d layers of %s %s, %s; chunk %d tokens; chain %s (%s)",
             version("lmcache-rs"),
             self.verdict,
             len(tensors),
             self._metadata.kv_dtype,
             self._metadata.layout_id,
+            self.worker.plan,
             self.config.chunk_size,
             self.config.chain,
             self.config.pre_caching_hash_algorithm,

@@ -103,6 +103,7 @@ class LMCacheSchedulerHalf:
         self._chunk_size = config.chunk_size
         self._none_hash = resolve_none_hash(config)
         self._namespaces = Namespaces(config, metadata)
+        self._block_tokens = metadata.block_size or 1
         self._loads = kv_role != "kv_producer"
         self._saves = kv_role != "kv_consumer"
         self._saves_all = kv_role == "kv_producer"
@@ -345,8 +346,3 @@ class LMCacheSchedulerHalf:
         )
         self._trackers[request.request_id] = tracker
         return tracker
-
-    @property
-    def _block_tokens(self) -> int:
-        block_size = self._namespaces.facts["block_size"]
-        return int(block_size)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from lmcache_rs import _native, lookup
 from lmcache_rs.cache_engine import LMCacheEngine
+from lmcache_rs.layouts import Layout, MemoryFormat
 from lmcache_rs.vllm_v1 import compat
 from lmcache_rs.vllm_v1.metadata import (
     LMCacheConnectorMetadata,
@@ -95,7 +96,10 @@ class LMCacheWorkerHalf:
                 f"{self._config.chunk_size} tokens of this model takes {chunk_bytes}; "
                 f"set it to at least {chunk_bytes / 2**30:.4f} (GB)"
             )
-        engine = LMCacheEngine(self._config, self._metadata, layout="opaque")
+        # As both halves know it from the engine's declaration: it is part of every key.
+        by_token = self._metadata.stored_form == MemoryFormat.KV_MLA_FMT.name
+        layout: Layout = "mla" if by_token else "opaque"
+        engine = LMCacheEngine(self._config, self._metadata, layout=layout)
         try:
             engine.register_kv_caches(tensors, block_tokens=block_tokens)
             if engine.local_cpu is not None:
@@ -113,6 +117,13 @@ class LMCacheWorkerHalf:
     def is_registered(self) -> bool:
         """Whether an engine's tensors were taken in."""
         return self._engine is not None
+
+    @property
+    def plan(self) -> str:
+        """How KV is copied, in words."""
+        registered = self._engine and self._engine._registered
+        by_token = registered and registered.layout != "opaque"
+        return "copied token by token" if by_token else "copied in whole blocks"
 
     def capacity(self) -> tuple[int, int]:
         """The pool in bytes, and in tokens of this model."""

@@ -25,7 +25,7 @@ mod _native {
         Chain, chunk_aligned, encode_extra_keys, hashed_bytes, leading_false, sha256_cbor,
     };
     #[pymodule_export]
-    use crate::transfer::{PagedCache, load, store};
+    use crate::transfer::{PagedCache, gather, load, scatter, store};
 
     /// What this build is: version, profile, whether debug assertions are on.
     #[pymodule_export]

@@ -2,7 +2,7 @@
 
 use std::ffi::{c_int, c_void};
 use std::ptr;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use lmcache_memory::local_cpu;
@@ -101,7 +101,7 @@ impl LocalCpu {
         let chunk = memory_obj.take_writable()?;
         let stored = store.put(namespace, hash, chunk);
         if let Some(object) = store.get(namespace, &[hash]).into_iter().next() {
-            *memory_obj.lock() = State::Sealed(object);
+            *memory_obj.0.lock() = State::Sealed(object);
         }
         Ok(stored)
     }
@@ -147,25 +147,24 @@ impl LocalCpu {
 enum State {
     Writable(ChunkMut),
     Sealed(object::MemoryObj),
+    /// Writable, and away while a copy runs into or out of it.
+    Lent,
     Released,
 }
 
 /// A piece of host memory: writable until it is put, immutable from then on.
-#[pyclass(frozen, module = "lmcache_rs._native")]
-pub(crate) struct MemoryObj {
+///
+/// Python's subclass puts shape and element type on top; it shares the memory of the handle it is made from.
+#[pyclass(frozen, subclass, module = "lmcache_rs._native")]
+pub(crate) struct MemoryObj(Arc<Shared>);
+
+struct Shared {
     state: Owned<Mutex<State>>,
     /// Buffers that Python holds on a writable piece; it cannot be sealed under them.
     writers: Mutex<usize>,
 }
 
-impl MemoryObj {
-    fn new(state: State) -> Self {
-        Self {
-            state: Owned::new(Mutex::new(state)),
-            writers: Mutex::new(0),
-        }
-    }
-
+impl Shared {
     fn try_lock(&self) -> Result<MutexGuard<'_, State>, NativeError> {
         Ok(self
             .state
@@ -182,32 +181,108 @@ impl MemoryObj {
     fn writers(&self) -> MutexGuard<'_, usize> {
         self.writers.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// A writable piece on loan to a copy; it goes home when dropped, whatever happens to the copy.
+pub(crate) struct Loan {
+    home: Arc<Shared>,
+    chunk: Option<ChunkMut>,
+}
+
+impl Loan {
+    pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
+        let chunk = self.chunk.as_mut();
+        chunk.expect("only the drop takes it").bytes_mut()
+    }
+}
+
+impl Drop for Loan {
+    fn drop(&mut self) {
+        if let Some(chunk) = self.chunk.take() {
+            *self.home.lock() = State::Writable(chunk);
+        }
+    }
+}
+
+/// What a copy reads from.
+pub(crate) enum Source {
+    Writable(Loan),
+    Sealed(object::MemoryObj),
+}
+
+impl Source {
+    pub(crate) fn bytes(&mut self) -> &[u8] {
+        match self {
+            Self::Writable(loan) => loan.bytes_mut(),
+            Self::Sealed(object) => object.bytes(),
+        }
+    }
+}
+
+const LENT: &str =
+    "memory is in use by a copy, or named twice in this call; use each object once at a time";
+const SPENT: &str = "memory was put or released before; allocate anew";
+
+impl MemoryObj {
+    fn new(state: State) -> Self {
+        Self(Arc::new(Shared {
+            state: Owned::new(Mutex::new(state)),
+            writers: Mutex::new(0),
+        }))
+    }
 
     fn take_writable(&self) -> PyResult<ChunkMut> {
-        if *self.writers() > 0 {
+        if *self.0.writers() > 0 {
             return Err(PyBufferError::new_err(
-                "memory is still exported for writing; release every memoryview of it before it is put",
+                "memory is still exported for writing; release every memoryview and tensor of it before it is put",
             ));
         }
-        let mut state = self.try_lock()?;
-        match std::mem::replace(&mut *state, State::Released) {
+        self.replace_writable(State::Released)
+    }
+
+    fn replace_writable(&self, by: State) -> PyResult<ChunkMut> {
+        let mut state = self.0.try_lock()?;
+        match std::mem::replace(&mut *state, by) {
             State::Writable(chunk) => Ok(chunk),
             other => {
+                let lent = matches!(other, State::Lent);
                 *state = other;
-                Err(NativeError::Spent("memory was put or released before; allocate anew").into())
+                Err(NativeError::Spent(if lent { LENT } else { SPENT }).into())
             }
         }
+    }
+
+    /// The memory, to be written by a copy.
+    pub(crate) fn lend(&self) -> PyResult<Loan> {
+        let chunk = Some(self.replace_writable(State::Lent)?);
+        let home = Arc::clone(&self.0);
+        Ok(Loan { home, chunk })
+    }
+
+    /// The memory, to be read by a copy.
+    pub(crate) fn source(&self) -> PyResult<Source> {
+        if let State::Sealed(object) = &*self.0.try_lock()? {
+            return Ok(Source::Sealed(object.clone()));
+        }
+        self.lend().map(Source::Writable)
     }
 }
 
 #[pymethods]
 impl MemoryObj {
+    /// Another handle of the same memory and state.
+    #[new]
+    fn share(of: &MemoryObj) -> Self {
+        Self(Arc::clone(&of.0))
+    }
+
     /// Size in bytes; 0 once released.
     #[getter]
     fn nbytes(&self) -> PyResult<usize> {
-        Ok(match &*self.try_lock()? {
+        Ok(match &*self.0.try_lock()? {
             State::Writable(chunk) => chunk.len(),
             State::Sealed(object) => object.len(),
+            State::Lent => return Err(NativeError::Spent(LENT).into()),
             State::Released => 0,
         })
     }
@@ -215,8 +290,8 @@ impl MemoryObj {
     /// Handles that share the memory, the store's own included; 0 once released.
     #[getter]
     fn ref_count(&self) -> PyResult<usize> {
-        Ok(match &*self.try_lock()? {
-            State::Writable(_) => 1,
+        Ok(match &*self.0.try_lock()? {
+            State::Writable(_) | State::Lent => 1,
             State::Sealed(object) => object.ref_count(),
             State::Released => 0,
         })
@@ -225,14 +300,15 @@ impl MemoryObj {
     /// Whether it is sealed: written for good and readable by all.
     #[getter]
     fn sealed(&self) -> PyResult<bool> {
-        Ok(matches!(*self.try_lock()?, State::Sealed(_)))
+        Ok(matches!(*self.0.try_lock()?, State::Sealed(_)))
     }
 
     /// A copy of the bytes.
     fn to_bytes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
-        match &mut *self.try_lock()? {
+        match &mut *self.0.try_lock()? {
             State::Writable(chunk) => Ok(PyBytes::new(py, chunk.bytes_mut())),
             State::Sealed(object) => Ok(PyBytes::new(py, object.bytes())),
+            State::Lent => Err(NativeError::Spent(LENT).into()),
             State::Released => Err(NativeError::Spent("memory was released").into()),
         }
     }
@@ -245,12 +321,13 @@ impl MemoryObj {
         flags: c_int,
     ) -> PyResult<()> {
         let this = slf.get();
-        let (address, len, readonly) = match &mut *this.try_lock()? {
+        let (address, len, readonly) = match &mut *this.0.try_lock()? {
             State::Writable(chunk) => {
                 let bytes = chunk.bytes_mut();
                 (bytes.as_mut_ptr(), bytes.len(), false)
             }
             State::Sealed(object) => (object.bytes().as_ptr().cast_mut(), object.len(), true),
+            State::Lent => return Err(PyBufferError::new_err(LENT)),
             State::Released => return Err(PyBufferError::new_err("memory was released")),
         };
         // SAFETY: `view` is the interpreter's. The view owns a reference to this object, which keeps the
@@ -270,7 +347,7 @@ impl MemoryObj {
             return Err(PyErr::fetch(slf.py()));
         }
         if !readonly {
-            *this.writers() += 1;
+            *this.0.writers() += 1;
         }
         // SAFETY: filled just now; `internal` is ours to use and tells the two kinds of view apart.
         unsafe {
@@ -288,7 +365,7 @@ impl MemoryObj {
     unsafe fn __releasebuffer__(&self, view: *mut ffi::Py_buffer) {
         // SAFETY: the view is one of ours, see `__getbuffer__`.
         if unsafe { !(*view).internal.is_null() } {
-            *self.writers() -= 1;
+            *self.0.writers() -= 1;
         }
     }
 }

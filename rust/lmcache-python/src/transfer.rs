@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use lmcache_core::hash::ChunkHash;
 use lmcache_core::layout::{PagedLayout, Placement};
+use lmcache_transfer::copy_job::ChunkSpan;
 use lmcache_transfer::flow::{self, Chunks};
 use lmcache_transfer::host;
 use pyo3::buffer::PyBuffer;
@@ -12,7 +13,7 @@ use pyo3::prelude::*;
 
 use crate::errors::NativeError;
 use crate::gate::{Owned, enter};
-use crate::memory::LocalCpu;
+use crate::memory::{LocalCpu, MemoryObj};
 use crate::token::packed_hashes;
 
 /// An engine's paged KV cache in host memory.
@@ -120,21 +121,25 @@ impl Place {
     ) -> PyResult<Self> {
         match (blocks, slots) {
             (Some(blocks), None) => Ok(Self::Blocks(blocks)),
-            (None, Some(slots)) => match PyBuffer::<i64>::get(slots) {
-                Ok(buffer) if buffer.dimensions() == 1 => Ok(Self::Slots(buffer.to_vec(py)?)),
-                Ok(buffer) => {
-                    let dimensions = buffer.dimensions();
-                    Err(PyValueError::new_err(format!(
-                        "slot_mapping must have one dimension, got {dimensions}"
-                    )))
-                }
-                Err(_) => slots.extract().map(Self::Slots).map_err(|error| {
-                    PyTypeError::new_err(format!(
-                        "slot_mapping must hold int64, one a token: {error}"
-                    ))
-                }),
-            },
+            (None, Some(slots)) => Self::slots(py, slots).map(Self::Slots),
             _ => Err(PyValueError::new_err("give either blocks or slots")),
+        }
+    }
+
+    fn slots(py: Python<'_>, slots: &Bound<'_, PyAny>) -> PyResult<Vec<i64>> {
+        match PyBuffer::<i64>::get(slots) {
+            Ok(buffer) if buffer.dimensions() == 1 => buffer.to_vec(py),
+            Ok(buffer) => {
+                let dimensions = buffer.dimensions();
+                Err(PyValueError::new_err(format!(
+                    "slot_mapping must have one dimension, got {dimensions}"
+                )))
+            }
+            Err(_) => slots.extract().map_err(|error| {
+                PyTypeError::new_err(format!(
+                    "slot_mapping must hold int64, one a token: {error}"
+                ))
+            }),
         }
     }
 
@@ -218,4 +223,78 @@ pub(crate) fn load(
         flow::load(local_cpu, paged, lookup_id, &chunks, skip).map_err(NativeError::from)
     })?;
     Ok((loaded.end, loaded.tokens, loaded.bytes))
+}
+
+/// Copies the tokens `starts[i]..ends[i]` of `slots` out of the engine's cache into the i-th object: bytes moved.
+#[pyfunction]
+pub(crate) fn gather(
+    py: Python<'_>,
+    paged: &PagedCache,
+    memory_objs: Vec<Py<MemoryObj>>,
+    starts: Vec<usize>,
+    ends: Vec<usize>,
+    slots: &Bound<'_, PyAny>,
+) -> PyResult<usize> {
+    let paged = paged.0.get()?;
+    let slots = Place::slots(py, slots)?;
+    let spans = spans(memory_objs.len(), &starts, &ends, &slots)?;
+    let loans = memory_objs.iter().map(|object| object.get().lend());
+    let mut loans = loans.collect::<PyResult<Vec<_>>>()?;
+    enter(py, || {
+        let targets = loans.iter_mut().map(|loan| loan.bytes_mut());
+        flow::gather(paged, targets.zip(spans))
+    })
+}
+
+/// Copies the i-th object into the slots of the tokens `starts[i]..ends[i]`: bytes moved.
+#[pyfunction]
+pub(crate) fn scatter(
+    py: Python<'_>,
+    paged: &PagedCache,
+    memory_objs: Vec<Py<MemoryObj>>,
+    starts: Vec<usize>,
+    ends: Vec<usize>,
+    slots: &Bound<'_, PyAny>,
+) -> PyResult<usize> {
+    let paged = paged.0.get()?;
+    let slots = Place::slots(py, slots)?;
+    let spans = spans(memory_objs.len(), &starts, &ends, &slots)?;
+    let sources = memory_objs.iter().map(|object| object.get().source());
+    let mut sources = sources.collect::<PyResult<Vec<_>>>()?;
+    enter(py, || {
+        let sources = sources.iter_mut().map(|source| source.bytes());
+        flow::scatter(paged, sources.zip(spans))
+    })
+}
+
+/// One span an object, each within `slots`.
+fn spans<'a>(
+    num_objects: usize,
+    starts: &[usize],
+    ends: &[usize],
+    slots: &'a [i64],
+) -> PyResult<Vec<ChunkSpan<'a>>> {
+    if starts.len() != num_objects || ends.len() != num_objects {
+        return Err(PyValueError::new_err(format!(
+            "{num_objects} memory objects, {} starts and {} ends; give one of each a chunk",
+            starts.len(),
+            ends.len()
+        )));
+    }
+    let bounds = starts.iter().zip(ends);
+    bounds
+        .map(|(&start, &end)| {
+            let of_chunk = slots.get(start..end).ok_or_else(|| {
+                PyValueError::new_err(format!(
+                    "tokens {start} to {end} are not within a slot_mapping of {} tokens",
+                    slots.len()
+                ))
+            })?;
+            Ok(ChunkSpan {
+                num_tokens: of_chunk.len(),
+                skip: 0,
+                placement: Placement::Slots(of_chunk),
+            })
+        })
+        .collect()
 }

@@ -21,8 +21,8 @@ pub struct ChunkSpan<'a> {
 
 /// Chunks that are being moved between an engine's cache and the store.
 ///
-/// `C` is [`ChunkMut`] on the way in (a store) and [`MemoryObj`] on the way out (a load); the job owns
-/// them, so nothing can be evicted or published under a copy. Layers may be stepped in any order, more than
+/// `C` is [`ChunkMut`] on the way in (a store) and [`MemoryObj`] on the way out (a load), or a borrowed slice
+/// of either kind; the job owns them, so nothing can be evicted or published under a copy. Layers may be stepped in any order, more than
 /// once, or not at all.
 #[derive(Debug)]
 pub struct CopyJob<C> {
@@ -99,6 +99,26 @@ impl CopyJob<MemoryObj> {
             let range = layer * part.layer_bytes..(layer + 1) * part.layer_bytes;
             self.paged
                 .scatter(layer, &part.plan, &part.chunk.bytes()[range]);
+        }
+    }
+}
+
+impl CopyJob<&mut [u8]> {
+    /// Gathers one layer of every chunk into memory of the caller's.
+    pub fn layer(&mut self, layer: usize) {
+        for part in &mut self.parts {
+            let range = layer * part.layer_bytes..(layer + 1) * part.layer_bytes;
+            self.paged.gather(layer, &part.plan, &mut part.chunk[range]);
+        }
+    }
+}
+
+impl CopyJob<&[u8]> {
+    /// Scatters one layer of every chunk out of memory of the caller's.
+    pub fn layer(&mut self, layer: usize) {
+        for part in &self.parts {
+            let range = layer * part.layer_bytes..(layer + 1) * part.layer_bytes;
+            self.paged.scatter(layer, &part.plan, &part.chunk[range]);
         }
     }
 }

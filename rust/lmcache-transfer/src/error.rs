@@ -27,4 +27,16 @@ pub enum TransferError {
         /// Chunks they should name.
         chunks: usize,
     },
+    /// An object does not hold the chunk it is to be copied with.
+    #[error(
+        "a memory object of {found} bytes for {num_tokens} tokens, which take {expected}; allocate one of that size"
+    )]
+    ObjectSize {
+        /// Tokens of the chunk.
+        num_tokens: usize,
+        /// Bytes they take over all layers.
+        expected: usize,
+        /// Bytes of the object.
+        found: usize,
+    },
 }

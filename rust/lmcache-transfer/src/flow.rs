@@ -2,8 +2,9 @@
 
 use std::sync::Arc;
 
+use lmcache_core::error::CoreError;
 use lmcache_core::hash::ChunkHash;
-use lmcache_core::layout::Placement;
+use lmcache_core::layout::{PagedLayout, Placement};
 use lmcache_memory::local_cpu::LocalCpu;
 use lmcache_memory::object::MemoryObj;
 
@@ -51,7 +52,16 @@ pub struct Loaded {
 }
 
 impl Chunks<'_> {
-    fn validate(&self) -> Result<(), TransferError> {
+    fn validate(&self, layout: &PagedLayout) -> Result<(), TransferError> {
+        let block_tokens = layout.block_tokens();
+        let blocks_start_chunks = self.chunk_size.is_multiple_of(block_tokens);
+        if matches!(self.placement, Placement::Blocks(_)) && !blocks_start_chunks {
+            return Err(TransferError::Plan(CoreError::PartialBlock {
+                block_tokens,
+                what: "the chunk size, where a block table says where chunks lie,",
+                found: self.chunk_size,
+            }));
+        }
         let chunks = self.num_tokens.div_ceil(self.chunk_size.max(1));
         if chunks != self.hashes.len() {
             return Err(TransferError::HashCount {
@@ -70,7 +80,7 @@ impl Chunks<'_> {
     fn placement_of(&self, chunk: usize, block_tokens: usize) -> Placement<'_> {
         let start = chunk * self.chunk_size;
         match self.placement {
-            // A chunk that does not begin with a block is only legal with slots; planning says so.
+            // `validate` saw to it that a block begins here.
             Placement::Blocks(blocks) => {
                 Placement::Blocks(blocks.get(start / block_tokens..).unwrap_or(&[]))
             }
@@ -105,7 +115,7 @@ pub fn store(
     chunks: &Chunks<'_>,
     first: usize,
 ) -> Result<Stored, TransferError> {
-    chunks.validate()?;
+    chunks.validate(paged.layout())?;
     let num_placed = chunks.num_placed();
     if first >= num_placed {
         return Ok(Stored::default());
@@ -160,7 +170,7 @@ pub fn load(
     chunks: &Chunks<'_>,
     skip: usize,
 ) -> Result<Loaded, TransferError> {
-    chunks.validate()?;
+    chunks.validate(paged.layout())?;
     let objects = local_cpu.take(lookup_id, chunks.namespace, chunks.hashes);
     let layout = paged.layout();
     let fits = |(index, object): &(usize, MemoryObj)| {
@@ -201,11 +211,64 @@ pub fn load(
     Ok(loaded)
 }
 
+/// Copies chunks out of the engine's cache into memory of the caller's, all layers: bytes moved.
+///
+/// All plans are made before the first byte moves. Rows of tokens without a slot (-1) are left as they are.
+pub fn gather<'a>(
+    paged: &Arc<PagedCache>,
+    parts: impl IntoIterator<Item = (&'a mut [u8], ChunkSpan<'a>)>,
+) -> Result<usize, TransferError> {
+    let mut sized = Vec::new();
+    for (target, span) in parts {
+        require_size(paged, &span, target.len())?;
+        sized.push((target, span));
+    }
+    let mut job = CopyJob::begin(paged, sized)?;
+    for layer in 0..job.num_layers() {
+        job.layer(layer);
+    }
+    Ok(job.bytes())
+}
+
+/// Copies chunks of the caller's into the engine's cache, all layers: bytes moved.
+///
+/// All plans are made before the first byte moves. Tokens without a slot (-1) are skipped.
+pub fn scatter<'a>(
+    paged: &Arc<PagedCache>,
+    parts: impl IntoIterator<Item = (&'a [u8], ChunkSpan<'a>)>,
+) -> Result<usize, TransferError> {
+    let mut sized = Vec::new();
+    for (source, span) in parts {
+        require_size(paged, &span, source.len())?;
+        sized.push((source, span));
+    }
+    let mut job = CopyJob::begin(paged, sized)?;
+    for layer in 0..job.num_layers() {
+        job.layer(layer);
+    }
+    Ok(job.bytes())
+}
+
+fn require_size(
+    paged: &PagedCache,
+    span: &ChunkSpan<'_>,
+    found: usize,
+) -> Result<(), TransferError> {
+    let num_tokens = span.num_tokens;
+    let expected = paged.layout().layer_bytes(num_tokens)? * paged.num_layers();
+    if found == expected {
+        return Ok(());
+    }
+    Err(TransferError::ObjectSize {
+        num_tokens,
+        expected,
+        found,
+    })
+}
+
 #[cfg(test)]
 mod tests {
     use std::time::Duration;
-
-    use lmcache_core::layout::PagedLayout;
 
     use super::*;
 
@@ -424,5 +487,51 @@ mod tests {
         store(&cpu, &opaque().paged, &request, 0).expect("stores");
         let loaded = load(&cpu, &tokens().paged, "r", &request, 0).expect("no error");
         assert_eq!(loaded, Loaded::default());
+    }
+
+    #[test]
+    fn a_block_table_refuses_chunks_that_begin_inside_a_block() {
+        for engine in [opaque(), tokens()] {
+            let (cpu, hashes) = (pool(), hashes(2));
+            let request = Chunks {
+                chunk_size: BLOCK + 2,
+                num_tokens: 2 * (BLOCK + 2),
+                ..chunks(&hashes, 0, Placement::Blocks(&[0, 1, 2]))
+            };
+            let stored = store(&cpu, &engine.paged, &request, 0);
+            let loaded = load(&cpu, &engine.paged, "r", &request, 0).map(|_| Stored::default());
+            for refused in [stored, loaded] {
+                let error = refused.expect_err("a chunk begins inside a block");
+                assert!(error.to_string().contains("chunk size"), "{error}");
+            }
+        }
+    }
+
+    #[test]
+    fn memory_of_the_caller_is_filled_and_read_and_its_size_is_checked() {
+        for engine in [opaque(), tokens()] {
+            let (from, to) = (slots(&[5, 2]), slots(&[1, 7]));
+            let span = |slots| ChunkSpan {
+                num_tokens: 2 * BLOCK,
+                skip: 0,
+                placement: Placement::Slots(slots),
+            };
+            let layout = engine.paged.layout();
+            let len =
+                layout.layer_bytes(2 * BLOCK).expect("whole blocks") * engine.paged.num_layers();
+            let (mut one, mut two) = (vec![0xee; len], vec![0xdd; len]);
+            assert_eq!(
+                gather(&engine.paged, [(&mut one[..], span(&from))]),
+                Ok(len)
+            );
+            assert_eq!(scatter(&engine.paged, [(&one[..], span(&to))]), Ok(len));
+            assert_eq!(gather(&engine.paged, [(&mut two[..], span(&to))]), Ok(len));
+            assert_eq!(one, two);
+            let short = gather(&engine.paged, [(&mut one[1..], span(&from))]);
+            assert!(
+                matches!(short, Err(TransferError::ObjectSize { .. })),
+                "{short:?}"
+            );
+        }
     }
 }
