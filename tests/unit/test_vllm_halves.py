@@ -49,16 +49,20 @@ class Pair:
             log_requests=False,
             **self.settings,
         )
-        engine_id = f"test-{next(engine_ids)}"
+        engine_start = f"test-{next(engine_ids)}"
         self.faults = Faults()
         self.worker = LMCacheWorkerHalf(
-            config, META, engine_id, in_scheduler_process=True, faults=self.faults
+            config, META, engine_start, in_scheduler_process=True, faults=self.faults
         )
-        self.scheduler = LMCacheSchedulerHalf(config, META, engine_id, self.kv_role, self.faults)
+        self.scheduler = LMCacheSchedulerHalf(config, META, engine_start, self.kv_role, self.faults)
+        self.evicted: set[int] = set()
+        self.scheduler.bind_evict_blocks(self.evicted.update)
         self.caches = [torch.randn(BLOCKS, 2, BLOCK, 6) for _ in range(LAYERS)]
         self.worker.register_kv_caches(self.caches, BLOCK_BYTES)
         self.tables: dict[str, list[int]] = {}
         self.next_block = 1
+        # An engine's first step, in which the halves find each other.
+        self.step({})
 
     def close(self) -> None:
         self.scheduler.shutdown()
@@ -76,10 +80,10 @@ class Pair:
         assert is_async is False
         return num_new
 
-    def step(
+    def describe(
         self, scheduled: dict[Request, int], drafts: dict[str, list[int]] | None = None
     ) -> LMCacheConnectorMetadata:
-        """One engine step: what the scheduler half says is done by the worker half."""
+        """What the scheduler half says about a step."""
         output = SchedulerOutput.make_empty()
         output.num_scheduled_tokens = {r.request_id: n for r, n in scheduled.items()}
         output.scheduled_spec_decode_tokens = drafts or {}
@@ -90,16 +94,31 @@ class Pair:
             resolve_block_ids=lambda req_id: (self.tables[req_id],),
             boundary_state_offloads={},
         )
-        metadata = self.scheduler.build_connector_meta(output)
+        return self.scheduler.build_connector_meta(output)
+
+    def execute(self, metadata: LMCacheConnectorMetadata) -> None:
+        """What the worker half makes of it."""
         self.worker.start_load_kv(metadata)
         self.worker.wait_for_save(metadata)
         self.failed = self.worker.take_failed_block_ids()
-        outcome = KVConnectorOutput(kv_connector_worker_meta=self.worker.take_outcomes())
-        self.scheduler.update_connector_output(outcome)
+        self.outcome = self.worker.take_outcomes()
+
+    def report(self) -> None:
+        """What the scheduler half hears of it."""
+        self.scheduler.update_connector_output(
+            KVConnectorOutput(kv_connector_worker_meta=self.outcome, invalid_block_ids=self.failed)
+        )
+
+    def step(
+        self, scheduled: dict[Request, int], drafts: dict[str, list[int]] | None = None
+    ) -> LMCacheConnectorMetadata:
+        """One engine step from end to end."""
+        metadata = self.describe(scheduled, drafts)
+        self.execute(metadata)
+        self.report()
         for request, num_tokens in scheduled.items():
-            request.num_computed_tokens += num_tokens - len(
-                (drafts or {}).get(request.request_id, ())
-            )
+            num_drafts = len((drafts or {}).get(request.request_id, ()))
+            request.num_computed_tokens += num_tokens - num_drafts
         return metadata
 
     def grant(self, request: Request, num_external_tokens: int) -> None:
@@ -295,12 +314,61 @@ def test_a_short_load_reports_its_blocks_drops_the_saves_and_winds_back(pair: Pa
     counters = pair.worker.counters()
     assert (counters["failed_loads"], counters["stored_chunks"]) == (1, stored_before)
 
+    assert pair.evicted == set(table[2:]), "the failed blocks and all that was computed on them"
+    assert engine.local_cpu.longest_prefix(namespace, hashes[32:64]) == 0
+
     # vLLM takes the request back to the first failed block and computes it again.
     request.num_computed_tokens = 2 * BLOCK
     pair.step({request: request.num_tokens - 2 * BLOCK})
     assert pair.failed == set()
     assert pair.worker.counters()["stored_chunks"] == stored_before + 1
     pair.finish(request)
+    pair.assert_idle()
+
+
+def test_a_step_described_before_a_failure_was_known_saves_nothing(pair: Pair) -> None:
+    request, external = promised(pair)
+    engine = pair.worker._engine
+    assert engine is not None
+    assert engine.local_cpu is not None
+    other = new_request(CHUNK, seed=5)
+    pair.ask(other)
+    pair.grant(other, 0)
+    engine.local_cpu.release(request.request_id)
+    engine.local_cpu.clear()
+    # With asynchronous scheduling the next step is described before this one's failure is reported.
+    early = pair.describe({request: request.num_tokens - external})
+    late = pair.describe({other: CHUNK})
+    pair.execute(early)
+    assert pair.failed
+    pair.execute(late)
+    assert pair.worker.counters()["dropped_saves"] == 1
+    pair.report()
+    other.num_computed_tokens = 0
+    pair.step({other: CHUNK})
+    assert pair.worker.counters()["dropped_saves"] == 1
+    assert pair.ask(new_request(CHUNK + 1, seed=5)) == CHUNK
+
+
+def test_what_the_index_could_not_give_is_not_promised_again(pair: Pair) -> None:
+    request, external = promised(pair)
+    engine = pair.worker._engine
+    assert engine is not None
+    assert engine.local_cpu is not None
+    engine.local_cpu.release(request.request_id)
+    hashes = pair.scheduler._trackers[request.request_id].chain.hashes()
+    namespace = pair.scheduler._namespaces.text()
+    # An object of another size than the layout needs, under the second chunk's key.
+    engine.local_cpu.remove(namespace, hashes[32:64])
+    (foreign,) = engine.local_cpu.allocate([CHUNK_BYTES // 2]) or []
+    assert engine.local_cpu.put(namespace, hashes[32:64], foreign)
+    del foreign
+    pair.step({request: request.num_tokens - external})
+    assert pair.failed
+    again = new_request(3 * CHUNK + 2)
+    assert pair.ask(again) == CHUNK
+    for done in (request, again):
+        pair.finish(done)
     pair.assert_idle()
 
 
@@ -505,7 +573,15 @@ def test_a_step_of_another_engine_touches_nothing(pair: Pair) -> None:
     other.worker.start_load_kv(metadata)
     other.worker.wait_for_save(metadata)
     assert other.worker.counters()["stored_chunks"] == 0
+    assert other.worker.take_failed_block_ids() == set()
     pair.finish(request)
+
+    # Were it promised a load, its engine would count on blocks that nobody fills.
+    loading, external = promised(pair)
+    metadata = pair.step({loading: loading.num_tokens - external})
+    other.worker.start_load_kv(metadata)
+    assert other.worker.take_failed_block_ids() == set(pair.tables[loading.request_id][:6])
+    pair.finish(loading)
     other.close()
 
 

@@ -86,6 +86,16 @@ def require_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
         )
 
 
+def engine_start_of(vllm_config: VllmConfig) -> str:
+    """Names this start of the engine, the same in all its processes.
+
+    The engine id alone may be the operator's, and two engines may be given one.
+    """
+    transfer = vllm_config.kv_transfer_config
+    engine_id = None if transfer is None else transfer.engine_id
+    return f"{engine_id}/{vllm_config.instance_id}"
+
+
 def is_in_scheduler_process(vllm_config: VllmConfig) -> bool:
     """Whether the worker runs in the scheduler's process."""
     return vllm_config.parallel_config.distributed_executor_backend == "uni"
@@ -216,7 +226,7 @@ class ExtraKeys:
 
     def __init__(self, request: Request) -> None:
         self._request = request
-        self._next_mm_item = 0
+        self.next_mm_item = 0
         # Without any of these, vLLM's function gives None for every block.
         self._is_plain = (
             request.lora_request is None
@@ -225,20 +235,24 @@ class ExtraKeys:
             and request.prompt_embeds is None
         )
 
-    def of_chunks(self, start: int, num_chunks: int, chunk_size: int) -> list[bytes | None] | None:
+    def of_chunks(
+        self, start: int, num_chunks: int, chunk_size: int
+    ) -> tuple[list[bytes | None] | None, int]:
         """Encoded extra keys of consecutive chunks, the first of which begins at token `start`.
 
-        Chunks are asked for in order, each once: multimodal items are walked along.
+        Chunks are asked for in order: multimodal items are walked along. The second item is what
+        `next_mm_item` becomes once these chunks are hashed.
         """
+        next_mm_item = self.next_mm_item
         if self._is_plain:
-            return None
+            return None, next_mm_item
         encoded: list[bytes | None] = []
         for chunk_start in range(start, start + num_chunks * chunk_size, chunk_size):
-            keys, self._next_mm_item = generate_block_hash_extra_keys(
-                self._request, chunk_start, chunk_start + chunk_size, self._next_mm_item
+            keys, next_mm_item = generate_block_hash_extra_keys(
+                self._request, chunk_start, chunk_start + chunk_size, next_mm_item
             )
             encoded.append(None if keys is None else _native.encode_extra_keys(keys))
-        return encoded
+        return encoded, next_mm_item
 
 
 def block_table(scheduler_output: SchedulerOutput, req_id: str) -> list[int]:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
@@ -46,6 +46,8 @@ class LMCacheConnectorV1Dynamic(KVConnectorBase_V1):
         self._manager = LMCacheManager(
             vllm_config, kv_cache_config, is_scheduler=role == KVConnectorRole.SCHEDULER
         )
+
+        self._unserved_block_ids: set[int] = set()
 
     def _guard(self, where: str, no_cache: Answer, work: Callable[[], Answer]) -> Answer:
         """Runs a hook; a fault is noted and `no_cache` answered."""
@@ -69,8 +71,17 @@ class LMCacheConnectorV1Dynamic(KVConnectorBase_V1):
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Loads the step's promises."""
         worker, metadata = self._manager.worker, self._bound_metadata()
-        if worker is not None and metadata is not None:
-            self._guard("start_load_kv", None, lambda: worker.start_load_kv(metadata))
+        if metadata is None:
+            return
+        # vLLM counts on the promised blocks: what nobody loads is said to have failed.
+        if worker is None:
+            self._unserved_block_ids |= self._manager.promised_block_ids(metadata)
+            return
+        try:
+            worker.start_load_kv(metadata)
+        except Exception as error:
+            self._manager.faults.note("start_load_kv", error)
+            worker.record_failed(self._manager.promised_block_ids(metadata))
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """In bulk mode every load is done before the forward pass begins."""
@@ -92,8 +103,9 @@ class LMCacheConnectorV1Dynamic(KVConnectorBase_V1):
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks that do not hold what was promised."""
+        unserved, self._unserved_block_ids = self._unserved_block_ids, set()
         worker = self._manager.worker
-        return set() if worker is None else worker.take_failed_block_ids()
+        return unserved if worker is None else unserved | worker.take_failed_block_ids()
 
     def build_connector_worker_meta(self) -> LMCacheWorkerMetadata | None:
         """What the step stored and loaded."""
@@ -105,6 +117,13 @@ class LMCacheConnectorV1Dynamic(KVConnectorBase_V1):
         return metadata if isinstance(metadata, LMCacheConnectorMetadata) else None
 
     # --- scheduler half -----------------------------------------------------------------------
+
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        """Takes in vLLM's block manager, which forgets blocks whose loads failed."""
+        super().bind_kv_cache_manager(kv_cache_manager)
+        half = self._manager.scheduler
+        if half is not None:
+            half.bind_evict_blocks(kv_cache_manager.evict_blocks)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -135,7 +154,7 @@ class LMCacheConnectorV1Dynamic(KVConnectorBase_V1):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """What the worker half loads and saves in this step."""
         half = self._manager.scheduler
-        nothing: KVConnectorMetadata = LMCacheConnectorMetadata(engine_id="")
+        nothing: KVConnectorMetadata = LMCacheConnectorMetadata(engine_start="")
         if half is None:
             return nothing
         return self._guard(

@@ -8,6 +8,7 @@ from lmcache_rs.config import LMCacheEngineConfig, disabled_by_environment
 from lmcache_rs.layouts import LayoutError
 from lmcache_rs.vllm_v1 import compat
 from lmcache_rs.vllm_v1.faults import Faults
+from lmcache_rs.vllm_v1.metadata import LMCacheConnectorMetadata
 from lmcache_rs.vllm_v1.scheduler import LMCacheSchedulerHalf
 from lmcache_rs.vllm_v1.worker import LMCacheWorkerHalf
 
@@ -59,19 +60,19 @@ class LMCacheManager:
             config = config.with_values("rounded up to the engine's block", chunk_size=chunk_size)
         self.config = config
         self._metadata = compat.metadata_of(vllm_config, kv_cache_config)
-        engine_id = str(transfer.engine_id)
+        engine_start = compat.engine_start_of(vllm_config)
         self._load_failure_policy = str(transfer.kv_load_failure_policy)
         try:
             if is_scheduler:
                 role = str(transfer.kv_role)
                 self.scheduler = LMCacheSchedulerHalf(
-                    config, self._metadata, engine_id, role, self.faults
+                    config, self._metadata, engine_start, role, self.faults
                 )
             else:
                 self.worker = LMCacheWorkerHalf(
                     config,
                     self._metadata,
-                    engine_id,
+                    engine_start,
                     in_scheduler_process=compat.is_in_scheduler_process(vllm_config),
                     faults=self.faults,
                 )
@@ -155,6 +156,10 @@ class LMCacheManager:
         if self.worker is not None:
             self.worker.shutdown()
         self.scheduler = self.worker = None
+
+    def promised_block_ids(self, metadata: LMCacheConnectorMetadata) -> set[int]:
+        """Blocks that vLLM counts on after the step's loads."""
+        return metadata.promised_block_ids(compat.block_size_of(self._kv_cache_config))
 
     def shutdown(self) -> None:
         """Ends both halves. Idempotent."""

@@ -67,15 +67,40 @@ class LMCacheConnectorMetadata(KVConnectorMetadata):
     """A step's requests.
 
     Args:
-        engine_id: The engine whose blocks are meant.
+        engine_start: The start of the engine whose blocks are meant; no two starts share one.
         requests: Requests that load or save.
         unloadable_block_ids: Blocks that were promised a load which could not be described; the
             worker reports them as failed.
+        lookup_id: The worker's store that the scheduler half asks; empty while it knows none.
+        failures_seen: The worker's reports of failed loads that the scheduler half has taken in.
     """
 
-    engine_id: str
+    engine_start: str
     requests: list[ReqMeta] = field(default_factory=list)
     unloadable_block_ids: set[int] = field(default_factory=set)
+    lookup_id: str = ""
+    failures_seen: int = 0
+
+    def promised_block_ids(self, block_tokens: int) -> set[int]:
+        """Every block that is to hold loaded tokens after the step's loads."""
+        promised = set(self.unloadable_block_ids)
+        for req in self.requests:
+            spec = req.load_spec
+            if spec is not None and spec.can_load:
+                start, end = spec.vllm_cached_tokens, spec.lmcache_cached_tokens
+                promised |= failed_blocks(req.block_ids, block_tokens, start, end)
+        return promised
+
+
+def failed_blocks(
+    block_ids: list[int], block_tokens: int, loaded_end: int, promised_end: int
+) -> set[int]:
+    """Ids of the blocks that hold any token from `loaded_end` to `promised_end`."""
+    if loaded_end >= promised_end:
+        return set()
+    first = loaded_end // block_tokens
+    last = -(-promised_end // block_tokens)
+    return set(block_ids[first:last])
 
 
 @dataclass
@@ -88,9 +113,17 @@ class RequestOutcome:
 
 @dataclass
 class LMCacheWorkerMetadata(KVConnectorWorkerMetadata):
-    """What the workers did in a step, by request id."""
+    """What the workers have to say after a step.
+
+    Args:
+        outcomes: What was stored and loaded, by request id.
+        lookup_ids: Where each rank's store can be asked, until the scheduler half knows.
+        failures: Reports of failed loads so far.
+    """
 
     outcomes: dict[str, RequestOutcome] = field(default_factory=dict)
+    lookup_ids: dict[int, str] = field(default_factory=dict)
+    failures: int = 0
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> LMCacheWorkerMetadata:
         """Merges two ranks: what is stored or loaded is what all of them did."""
@@ -103,4 +136,5 @@ class LMCacheWorkerMetadata(KVConnectorWorkerMetadata):
                 min(mine.stored_tokens, theirs.stored_tokens),
                 min(mine.loaded_tokens, theirs.loaded_tokens),
             )
-        return LMCacheWorkerMetadata(merged)
+        lookup_ids = {**self.lookup_ids, **other.lookup_ids}
+        return LMCacheWorkerMetadata(merged, lookup_ids, max(self.failures, other.failures))

@@ -8,6 +8,7 @@ holds under the request's id.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -75,8 +76,10 @@ class RequestTracker:
             return
         start = self.chain.num_chunks * chunk_size
         num_chunks = (end - start) // chunk_size
-        extra = self.extra_keys.of_chunks(start, num_chunks, chunk_size)
+        extra, next_mm_item = self.extra_keys.of_chunks(start, num_chunks, chunk_size)
         self.chain.extend(self.request.all_token_ids[known:end], extra)
+        # Only now: had the tokens been refused, the items would belong to them still.
+        self.extra_keys.next_mm_item = next_mm_item
 
 
 class LMCacheSchedulerHalf:
@@ -85,7 +88,7 @@ class LMCacheSchedulerHalf:
     Args:
         config: Settings, with the chunk size that suits the engine.
         metadata: Facts of the model.
-        engine_id: Names the worker half to ask.
+        engine_start: The start of the engine whose blocks these are.
         kv_role: `kv_both`, `kv_producer` (never loads) or `kv_consumer` (never saves).
         faults: Where faults of ours are noted.
     """
@@ -94,12 +97,12 @@ class LMCacheSchedulerHalf:
         self,
         config: LMCacheEngineConfig,
         metadata: LMCacheMetadata,
-        engine_id: str,
+        engine_start: str,
         kv_role: str,
         faults: Faults,
     ) -> None:
         self._config = config
-        self._engine_id = engine_id
+        self._engine_start = engine_start
         self._chunk_size = config.chunk_size
         self._none_hash = resolve_none_hash(config)
         self._namespaces = Namespaces(config, metadata)
@@ -110,7 +113,13 @@ class LMCacheSchedulerHalf:
         self._trackers: dict[str, RequestTracker] = {}
         # Finished in this step; their last outcome is still on its way from the workers.
         self._finished: dict[str, RequestTracker] = {}
-        self._client = lookup.connect(engine_id, 0, deadline_ms=config.lookup_timeout_ms)
+        # Until the worker half has said where its store is, nothing is stored there either.
+        self._client: lookup.LookupClient | None = None
+        self._lookup_id = ""
+        self._failures_seen = 0
+        self._evict_blocks: Callable[[set[int]], None] | None = None
+        # Block tables of the last step that loaded anything.
+        self._loading_tables: list[list[int]] = []
         self._log_allowance = float(LOG_LINES_PER_SECOND)
         self._log_time = time.monotonic()
         self._counts = {"hit_tokens": 0, "promised_tokens": 0, "bypassed_requests": 0}
@@ -136,6 +145,8 @@ class LMCacheSchedulerHalf:
         hashes = tracker.chain.hashes()
         if not hashes:
             return 0, False
+        if self._client is None:
+            return 0, False
         hit_chunks = self._client.lookup(hashes, request.request_id, tracker.namespace)
         if hit_chunks is None:
             return None, False
@@ -149,8 +160,12 @@ class LMCacheSchedulerHalf:
 
     def _promise_nothing(self, req_id: str) -> tuple[int, bool]:
         # The record ends too: when the request is asked about again, more may be stored.
-        self._client.end(req_id, release=True)
+        self._end_lookup(req_id, release=True)
         return 0, False
+
+    def _end_lookup(self, req_id: str, *, release: bool) -> None:
+        if self._client is not None:
+            self._client.end(req_id, release=release)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
@@ -160,7 +175,7 @@ class LMCacheSchedulerHalf:
         tracker = self._track(request)
         if num_external_tokens == 0:
             tracker.load_spec = None
-            self._client.end(req_id, release=True)
+            self._end_lookup(req_id, release=True)
             return
         # First of all, so that no fault below can lose the promise: the engine counts on it.
         promised_end = tracker.local_tokens + num_external_tokens
@@ -170,14 +185,18 @@ class LMCacheSchedulerHalf:
         tracker.granted_block_ids = compat.granted_block_ids(blocks)
         tracker.external_tokens = num_external_tokens
         self._counts["promised_tokens"] += num_external_tokens
-        self._client.end(req_id, release=False)
+        self._end_lookup(req_id, release=False)
 
     # --- the step -----------------------------------------------------------------------------
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> LMCacheConnectorMetadata:
         """What the worker half loads before and saves after this step."""
-        metadata = LMCacheConnectorMetadata(self._engine_id)
-        for req_id, num_scheduled in scheduler_output.num_scheduled_tokens.items():
+        metadata = LMCacheConnectorMetadata(
+            self._engine_start, lookup_id=self._lookup_id, failures_seen=self._failures_seen
+        )
+        self._loading_tables = []
+        step = scheduler_output.num_scheduled_tokens
+        for req_id, num_scheduled in step.items():
             tracker = self._trackers.get(req_id)
             if tracker is None or tracker.namespace is None:
                 continue
@@ -197,6 +216,9 @@ class LMCacheSchedulerHalf:
                 continue
             if req is not None:
                 metadata.requests.append(req)
+        if any(req.load_spec is not None for req in metadata.requests):
+            tables = (compat.block_table(scheduler_output, req_id) for req_id in step)
+            self._loading_tables = list(tables)
         return metadata
 
     def _describe(
@@ -259,8 +281,12 @@ class LMCacheSchedulerHalf:
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Takes in what the workers did."""
+        if connector_output.invalid_block_ids:
+            self._evict_failed(connector_output.invalid_block_ids)
         outcome = connector_output.kv_connector_worker_meta
         if isinstance(outcome, LMCacheWorkerMetadata):
+            self._failures_seen = outcome.failures
+            self._find_worker(outcome)
             for req_id, of_request in outcome.outcomes.items():
                 tracker = self._trackers.get(req_id) or self._finished.get(req_id)
                 if tracker is not None:
@@ -268,9 +294,37 @@ class LMCacheSchedulerHalf:
                 self._counts["hit_tokens"] += of_request.loaded_tokens
         self._log_finished()
 
+    def _find_worker(self, outcome: LMCacheWorkerMetadata) -> None:
+        lookup_id = outcome.lookup_ids.get(0, self._lookup_id)
+        if lookup_id != self._lookup_id:
+            if self._client is not None:
+                self._client.close()
+            self._client = lookup.connect(lookup_id, 0, deadline_ms=self._config.lookup_timeout_ms)
+            self._lookup_id = lookup_id
+
+    def bind_evict_blocks(self, evict_blocks: Callable[[set[int]], None]) -> None:
+        """Takes in vLLM's own way to forget cached blocks."""
+        self._evict_blocks = evict_blocks
+
+    def _evict_failed(self, invalid_block_ids: set[int]) -> None:
+        """Takes failed blocks, and what was computed on them, out of vLLM's own prefix cache.
+
+        vLLM enters a request's blocks there when it grants them, before they are loaded, and leaves
+        them there if it recomputes. If the request ends before that, the next one would find them.
+        """
+        if self._evict_blocks is None:
+            return
+        failed = set(invalid_block_ids)
+        for table in self._loading_tables:
+            first = next((at for at, block in enumerate(table) if block in invalid_block_ids), None)
+            if first is not None:
+                failed.update(table[first:])
+        failed.discard(NULL_BLOCK)
+        self._evict_blocks(failed)
+
     def request_finished(self, request: Request) -> None:
         """Forgets the request, whatever its state; its lease goes back."""
-        self._client.end(request.request_id, release=True)
+        self._end_lookup(request.request_id, release=True)
         tracker = self._trackers.pop(request.request_id, None)
         if tracker is not None:
             self._finished[request.request_id] = tracker
@@ -305,14 +359,15 @@ class LMCacheSchedulerHalf:
         """What has happened since the start."""
         return {
             **self._counts,
-            **self._client.stats(),
+            **({} if self._client is None else self._client.stats()),
             "hashed_bytes": _native.hashed_bytes(),
             "tracked_requests": len(self._trackers),
         }
 
     def shutdown(self) -> None:
         """Ends the half; leases end by their deadlines."""
-        self._client.close()
+        if self._client is not None:
+            self._client.close()
         self._trackers.clear()
 
     # --- inside -------------------------------------------------------------------------------

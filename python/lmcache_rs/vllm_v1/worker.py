@@ -7,6 +7,7 @@ may use it.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from lmcache_rs.vllm_v1.metadata import (
     LMCacheWorkerMetadata,
     ReqMeta,
     RequestOutcome,
+    failed_blocks,
 )
 
 if TYPE_CHECKING:
@@ -40,7 +42,7 @@ class LMCacheWorkerHalf:
     Args:
         config: Settings, with the chunk size that suits the engine.
         metadata: Facts of the model.
-        engine_id: The name under which the scheduler half asks.
+        engine_start: The start of the engine whose blocks these are.
         in_scheduler_process: Whether the scheduler half is in this process: then it asks the store
             itself, and no socket is opened.
         faults: Where faults of ours are noted.
@@ -50,20 +52,26 @@ class LMCacheWorkerHalf:
         self,
         config: LMCacheEngineConfig,
         metadata: LMCacheMetadata,
-        engine_id: str,
+        engine_start: str,
         *,
         in_scheduler_process: bool,
         faults: Faults,
     ) -> None:
         self._config = config
         self._metadata = metadata
-        self._engine_id = engine_id
+        self._engine_start = engine_start
+        # The scheduler half learns this name from us, through vLLM. A name that both halves could
+        # make by themselves would be that of another engine one day.
+        self._lookup_id = secrets.token_hex(16)
+        self._is_known = False
+        self._failures = 0
         self._in_scheduler_process = in_scheduler_process
         self._faults = faults
         self._engine: LMCacheEngine | None = None
         self._server: _native.LookupServer | None = None
         self._failed_block_ids: set[int] = set()
         self._outcomes: dict[str, RequestOutcome] = {}
+        self._block_tokens = metadata.block_size or 1
         self._counts = dict.fromkeys(
             (
                 "stored_chunks",
@@ -104,9 +112,9 @@ class LMCacheWorkerHalf:
             engine.register_kv_caches(tensors, block_tokens=block_tokens)
             if engine.local_cpu is not None:
                 if self._in_scheduler_process:
-                    lookup.register_local(self._engine_id, 0, engine.local_cpu)
+                    lookup.register_local(self._lookup_id, 0, engine.local_cpu)
                 else:
-                    path = lookup.lookup_socket_path(self._engine_id, 0)
+                    path = lookup.lookup_socket_path(self._lookup_id, 0)
                     self._server = _native.LookupServer(path, engine.local_cpu)
         except BaseException:
             engine.close()
@@ -145,8 +153,13 @@ class LMCacheWorkerHalf:
 
     def start_load_kv(self, metadata: LMCacheConnectorMetadata) -> None:
         """Loads what the step's requests were promised; what fails is reported in the same step."""
+        if metadata.engine_start != self._engine_start:
+            # Another engine's blocks are not ours to write.
+            self._failed_block_ids |= metadata.promised_block_ids(self._block_tokens)
+            return
+        self._is_known = metadata.lookup_id == self._lookup_id
         self._failed_block_ids |= metadata.unloadable_block_ids
-        for req in self._own(metadata):
+        for req in metadata.requests:
             if req.load_spec is None or not req.load_spec.can_load:
                 continue
             try:
@@ -156,10 +169,6 @@ class LMCacheWorkerHalf:
                 end = req.load_spec.vllm_cached_tokens
             if end < req.load_spec.lmcache_cached_tokens:
                 self._record_failed_blocks(req, end)
-
-    def _own(self, metadata: LMCacheConnectorMetadata) -> list[ReqMeta]:
-        """The step's requests, unless they are another engine's, whose blocks are not ours."""
-        return metadata.requests if metadata.engine_id == self._engine_id else []
 
     def _load(self, req: ReqMeta) -> int:
         """Loads for one request; every token below the returned one is in its block."""
@@ -182,13 +191,16 @@ class LMCacheWorkerHalf:
         """Every block that was promised and does not hold what was promised."""
         assert req.load_spec is not None
         self._counts["failed_loads"] += 1
-        failed = failed_blocks(
-            req.block_ids,
-            self._metadata.block_size or 1,
-            loaded_end,
-            req.load_spec.lmcache_cached_tokens,
-        )
+        promised_end = req.load_spec.lmcache_cached_tokens
+        failed = failed_blocks(req.block_ids, self._block_tokens, loaded_end, promised_end)
         self._failed_block_ids |= failed
+        if self._engine is not None and self._engine.local_cpu is not None:
+            # What failed leaves the index before it is reported, or it would be promised again.
+            at = loaded_end // self._config.chunk_size * HASH_BYTES
+            if at < len(req.hashes):
+                failed_hash = req.hashes[at : at + HASH_BYTES]
+                self._engine.local_cpu.remove(req.namespace, failed_hash)
+            self._engine.local_cpu.release(req.req_id)
         compat.logger.warning(
             "lmcache_rs: load of request %s ended at token %d of %d; %d blocks reported as failed",
             req.req_id,
@@ -199,11 +211,15 @@ class LMCacheWorkerHalf:
 
     def wait_for_save(self, metadata: LMCacheConnectorMetadata) -> None:
         """Saves what the step computed; done when this returns."""
-        for req in self._own(metadata):
+        if metadata.engine_start != self._engine_start:
+            return
+        # The step ran on blocks that hold something else, or was described before the scheduler
+        # half knew of a failure: nothing it computed may be kept.
+        is_suspect = bool(self._failed_block_ids) or metadata.failures_seen < self._failures
+        for req in metadata.requests:
             if req.save_spec is None or not req.save_spec.can_save:
                 continue
-            if self._failed_block_ids:
-                # The step ran on blocks that hold something else: nothing it computed may be kept.
+            if is_suspect:
                 self._counts["dropped_saves"] += 1
                 continue
             try:
@@ -225,15 +241,23 @@ class LMCacheWorkerHalf:
         self._counts["stored_bytes"] += stored.bytes
         self._counts["refused_chunks"] += stored.refused_chunks
 
+    def record_failed(self, block_ids: set[int]) -> None:
+        """Blocks that do not hold what was promised: reported, and nothing of the step is saved."""
+        self._failed_block_ids |= block_ids
+
     def take_failed_block_ids(self) -> set[int]:
         """Blocks whose loads failed since the last call."""
         failed, self._failed_block_ids = self._failed_block_ids, set()
+        self._failures += bool(failed)
         return failed
 
     def take_outcomes(self) -> LMCacheWorkerMetadata | None:
         """What was stored and loaded since the last call, by request."""
         outcomes, self._outcomes = self._outcomes, {}
-        return LMCacheWorkerMetadata(outcomes) if outcomes else None
+        lookup_ids = {} if self._is_known or self._engine is None else {0: self._lookup_id}
+        if not outcomes and not lookup_ids and not self._failures:
+            return None
+        return LMCacheWorkerMetadata(outcomes, lookup_ids, self._failures)
 
     def _outcome(self, req_id: str) -> RequestOutcome:
         return self._outcomes.setdefault(req_id, RequestOutcome())
@@ -257,16 +281,5 @@ class LMCacheWorkerHalf:
             self._server = None
         if self._engine is not None:
             if self._engine.local_cpu is not None:
-                lookup.unregister_local(self._engine_id, 0, self._engine.local_cpu)
+                lookup.unregister_local(self._lookup_id, 0, self._engine.local_cpu)
             self._engine.close()
-
-
-def failed_blocks(
-    block_ids: list[int], block_tokens: int, loaded_end: int, promised_end: int
-) -> set[int]:
-    """Ids of the blocks that hold any token from `loaded_end` to `promised_end`."""
-    if loaded_end >= promised_end:
-        return set()
-    first = loaded_end // block_tokens
-    last = -(-promised_end // block_tokens)
-    return set(block_ids[first:last])
