@@ -45,6 +45,14 @@ class Loaded(NamedTuple):
     bytes: int
 
 
+class _Registration(NamedTuple):
+    """Tensors and what names their bytes, in one value: no call may mix those of two."""
+
+    which: tuple[object, ...]
+    cache: RegisteredCache
+    namespaces: Namespaces
+
+
 class LMCacheEngine:
     """A KV cache beside an inference engine.
 
@@ -77,9 +85,7 @@ class LMCacheEngine:
         self.token_database = ChunkedTokenDatabase(config, metadata)
         self.chunk_size = config.chunk_size
         self._save_unfull_chunk = config.saves_unfull_chunk(alone=False)
-        self._namespaces = Namespaces(config, metadata)
-        self._registered: RegisteredCache | None = None
-        self._registered_from: tuple[object, ...] = ()
+        self._registration: _Registration | None = None
         self._lock = threading.Lock()
         self._closed = False
         self.local_cpu: _native.LocalCpu | None = None
@@ -122,7 +128,7 @@ class LMCacheEngine:
         self._require_open()
         if self.local_cpu is None:
             return 0
-        registered = self._register(kvcaches)
+        _, registered, namespaces = self._register(kvcaches)
         num_tokens = len(tokens)
         slots = slots_of(slot_mapping, num_tokens)
         first = 0
@@ -132,7 +138,7 @@ class LMCacheEngine:
         hashes, covered = self._chain(tokens, extra_keys, with_tail=with_tail)
         return self._store(
             registered,
-            self._namespaces.text(request_configs),
+            namespaces.text(request_configs),
             hashes,
             num_tokens=covered,
             slots=slots,
@@ -181,7 +187,7 @@ class LMCacheEngine:
         slots = slots_of(slot_mapping, num_tokens)
         if self.local_cpu is None or not self.is_healthy():
             return ret_mask
-        registered = self._register(kvcaches)
+        _, registered, namespaces = self._register(kvcaches)
         if registered.layout == "opaque":
             skip = -(-skip // registered.block_tokens) * registered.block_tokens
         with_tail = self._save_unfull_chunk and registered.layout != "opaque"
@@ -189,7 +195,7 @@ class LMCacheEngine:
         loaded = self._load(
             registered,
             req_id or _NO_LOOKUP,
-            self._namespaces.text(request_configs),
+            namespaces.text(request_configs),
             hashes,
             num_tokens=covered,
             slots=slots,
@@ -218,12 +224,13 @@ class LMCacheEngine:
             RuntimeError: The engine is closed.
         """
         self._require_open()
-        if self.local_cpu is None or self._registered is None:
+        registration = self._registration
+        if self.local_cpu is None or registration is None:
             return 0
-        registered = self._registered
+        _, registered, namespaces = registration
         with_tail = self._save_unfull_chunk and registered.layout != "opaque"
         hashes, covered = self._chain(tokens, extra_keys, with_tail=with_tail)
-        namespace = self._namespaces.text(request_configs)
+        namespace = namespaces.text(request_configs)
         if lookup_id is None:
             hit_chunks = self.local_cpu.longest_prefix(namespace, hashes)
         else:
@@ -243,13 +250,13 @@ class LMCacheEngine:
         """The tiers, for callers that move whole objects."""
         from lmcache_rs.storage import StorageManager
 
-        form = None if self._registered is None else self._registered.form
+        form = None if self.registered is None else self.registered.form
         return StorageManager(self.config, local_cpu=self.local_cpu, form=form)
 
     def close(self) -> None:
         """Ends the engine: later calls raise RuntimeError. Idempotent."""
         self._closed = True
-        self._registered = None
+        self._registration = None
         if self.local_cpu is not None:
             self.local_cpu.close()
 
@@ -290,17 +297,21 @@ class LMCacheEngine:
             "registered_layout": registered.layout_id,
         }
         metadata = replace(self.metadata, stored_form=stored_form)
-        self._namespaces = Namespaces(self.config, metadata, own)
-        self._registered = registered
-        self._registered_from = identity(kvcaches)
+        namespaces = Namespaces(self.config, metadata, own)
+        self._registration = _Registration(identity(kvcaches), registered, namespaces)
         return registered
+
+    @property
+    def registered(self) -> RegisteredCache | None:
+        """The KV tensors registered last."""
+        return None if self._registration is None else self._registration.cache
 
     def store_chunks(
         self, namespace: str, hashes: bytes, block_ids: Sequence[int], *, first: int = 0
     ) -> Stored:
         """Stores full chunks that lie in the given blocks; see `store`."""
         num_tokens = len(hashes) // 32 * self.chunk_size
-        registered = self._require_registered()
+        registered = self._require_registered().cache
         return self._store(
             registered, namespace, hashes, num_tokens=num_tokens, blocks=block_ids, first=first
         )
@@ -310,7 +321,7 @@ class LMCacheEngine:
     ) -> Loaded:
         """Writes the tokens from `skip` on of full chunks into the given blocks; see `retrieve`."""
         num_tokens = len(hashes) // 32 * self.chunk_size
-        registered = self._require_registered()
+        registered = self._require_registered().cache
         return self._load(
             registered,
             lookup_id,
@@ -376,17 +387,17 @@ class LMCacheEngine:
             hashes += tail_hash
         return hashes, covered
 
-    def _register(self, kvcaches: Sequence[torch.Tensor]) -> RegisteredCache:
+    def _register(self, kvcaches: Sequence[torch.Tensor]) -> _Registration:
         which = identity(kvcaches)
         with self._lock:
-            if self._registered is None or self._registered_from != which:
+            if self._registration is None or self._registration.which != which:
                 self.register_kv_caches(kvcaches, block_tokens=self.metadata.block_size)
             return self._require_registered()
 
-    def _require_registered(self) -> RegisteredCache:
-        if self._registered is None:
+    def _require_registered(self) -> _Registration:
+        if self._registration is None:
             raise RuntimeError("no KV tensors are registered; call register_kv_caches first")
-        return self._registered
+        return self._registration
 
     def _require_open(self) -> None:
         if self._closed:

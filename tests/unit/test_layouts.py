@@ -231,7 +231,8 @@ def test_the_block_size_is_part_of_the_key_of_opaque_blocks_alone() -> None:
         meta = replace(META, block_size=block_size)
         with LMCacheEngine(settings(), meta, layout=layout) as engine:
             engine.register_kv_caches(caches, block_tokens=block_size)
-            return engine._namespaces.text()
+            assert engine._registration is not None
+            return engine._registration.namespaces.text()
 
     make = fused("LBHNC")
     by_token = {namespace("fused", make(block=block), block) for block in (4, 8)}
@@ -302,7 +303,7 @@ def test_a_fallback_is_another_key_and_never_what_was_stated(
     with LMCacheEngine(settings(), META, layout="blocks_first") as engine:
         tokens, slots = list(range(16)), torch.arange(16)
         assert engine.store(tokens, kvcaches=caches, slot_mapping=slots) == 16
-        assert "OPAQUE-4t-2x4x4x8" in engine._namespaces.text()
+        assert "OPAQUE-4t-2x4x4x8" in engine._registration.namespaces.text()
         kv = [cache[:4].clone() for cache in caches]
         for cache in caches:
             cache.zero_()
@@ -403,7 +404,7 @@ def test_the_connector_writes_what_is_sealed_and_never_into_it(engine: LMCacheEn
     tokens = list(range(8))
     engine.store(tokens, kvcaches=caches, slot_mapping=slots)
     ((_, _, chunk_hash),) = engine.token_database.process_tokens(tokens, make_key=False)
-    key = engine._namespaces.key(chunk_hash)
+    key = engine._registration.namespaces.key(chunk_hash)
     (memory_obj,) = engine.storage_manager.batched_get([key])
     assert memory_obj is not None
     assert memory_obj.shape == (LAYERS, 8, 2, HEADS * HEAD)

@@ -129,7 +129,7 @@ class LMCacheWorkerHalf:
     @property
     def plan(self) -> str:
         """How KV is copied, in words."""
-        registered = self._engine and self._engine._registered
+        registered = self._engine and self._engine.registered
         by_token = registered and registered.layout != "opaque"
         return "copied token by token" if by_token else "copied in whole blocks"
 
@@ -142,7 +142,7 @@ class LMCacheWorkerHalf:
 
     @property
     def _chunk_bytes(self) -> int:
-        registered = self._engine and self._engine._registered
+        registered = self._engine and self._engine.registered
         return registered.native.chunk_bytes(self._config.chunk_size) if registered else 0
 
     def is_healthy(self) -> bool:
