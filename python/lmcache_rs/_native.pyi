@@ -3,7 +3,7 @@ from collections.abc import Mapping, Sequence
 from os import PathLike
 from typing import Any, Self, final
 
-from typing_extensions import Buffer
+from typing_extensions import Buffer, disjoint_base
 
 __all__ = [
     "Chain",
@@ -133,6 +133,7 @@ class LookupServer:
     def close(self) -> None: ...
     def stats(self) -> dict[str, int]: ...
 
+@disjoint_base
 class MemoryObj:
     def __new__(cls, of: MemoryObj) -> Self: ...
     @property

@@ -298,7 +298,8 @@ def _try_blocks(registered: RegisteredCache, kvcaches: Sequence[torch.Tensor]) -
     """Raises LayoutError unless gather and scatter of a block equal torch's own indexing."""
     import torch
 
-    blocks = _some_of(registered.num_blocks)[:3]
+    some = _some_of(registered.num_blocks)
+    blocks = sorted({some[0], some[len(some) // 2], some[-1]})
     source, target = blocks[0], blocks[-1]
     tokens = registered.block_tokens
     with torch.inference_mode():

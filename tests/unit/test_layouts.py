@@ -196,6 +196,25 @@ def test_any_element_size_and_number_of_heads(name: str, dtype: torch.dtype, hea
         assert torch.equal(bits(at(cache, layout, after)), kv)
 
 
+@pytest.mark.parametrize("name", ["split_hnd", "blocks_first", "fused LBNHC", "mla"])
+def test_any_count_of_held_tokens_is_right_and_none_of_them_is_written(name: str) -> None:
+    layout, make = ALL_FORMS[name]
+    caches, slots, tokens = make(), random_slots(21, 9), list(range(21))
+    with LMCacheEngine(settings(save_unfull_chunk=True), META, layout=layout) as engine:
+        engine.store(tokens, kvcaches=caches, slot_mapping=slots)
+        kv = [at(cache, layout, slots).clone() for cache in caches]
+        for num_false in range(2 * CHUNK + 1):
+            for cache in caches:
+                cache.zero_()
+            mask = torch.arange(21) >= num_false
+            ret_mask = engine.retrieve(tokens, mask, kvcaches=caches, slot_mapping=slots)
+            assert torch.equal(ret_mask, mask)
+            for cache, wanted in zip(caches, kv, strict=True):
+                got = at(cache, layout, slots)
+                assert torch.equal(got[num_false:], wanted[num_false:])
+                assert not got[:num_false].any()
+
+
 @pytest.mark.parametrize("name", ALL_FORMS)
 def test_block_tables_say_the_same_as_slots(name: str) -> None:
     layout, make = ALL_FORMS[name]
