@@ -24,7 +24,7 @@ class MemoryFormat(enum.Enum):
 
 
 class LocalCPUBackend:
-    """L1: host memory. Evicts what was used least recently, never what somebody holds."""
+    """L1: host memory. Evicts by the policy it was made with, never what somebody holds."""
 
     def __init__(self, local_cpu: LocalCpu) -> None:
         self.local_cpu = local_cpu
@@ -70,7 +70,9 @@ class StorageManager:
 
     def __init__(self, config: LMCacheEngineConfig, *, local_cpu: LocalCpu | None = None) -> None:
         if local_cpu is None and config.local_cpu:
-            local_cpu = LocalCpu(config.max_local_cpu_bytes, config.lease_timeout_ms)
+            local_cpu = LocalCpu(
+                config.max_local_cpu_bytes, config.lease_timeout_ms, config.cache_policy
+            )
         self._local_cpu = local_cpu
         self.backends: dict[str, LocalCPUBackend] = {}
         if local_cpu is not None:

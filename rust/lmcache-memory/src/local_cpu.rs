@@ -9,19 +9,18 @@
 //! only wait can never starve those that store.
 
 use std::collections::HashSet;
-use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use lmcache_core::extent::{Extent, Extents};
 use lmcache_core::hash::ChunkHash;
-use lmcache_core::hot_cache::{HotCache, IndexKey, Reservation, Reserve};
+use lmcache_core::hot_cache::{Access, HotCache, IndexKey, Policy, Reservation, Reserve, Victim};
 use lmcache_core::key::{NamespaceId, Namespaces};
-use parking_lot::Mutex;
 
 use crate::error::MemoryError;
 use crate::lease::Leases;
 use crate::object::{Bank, ChunkMut, MemoryObj};
 use crate::region::{PAGE_BYTES, Region};
+use crate::sync::{self, Arc, Mutex, Weak};
 
 /// The L1 store. Clones share it.
 #[derive(Debug, Clone)]
@@ -109,14 +108,23 @@ pub struct Audit {
 }
 
 impl LocalCpu {
-    /// Maps a pool of `capacity` bytes (rounded down to pages); lookups lease for `lease`.
+    /// Maps a pool of `capacity` bytes (rounded down to pages) that evicts by LRU; lookups lease for `lease`.
     pub fn new(capacity: u64, lease: Duration) -> Result<Self, MemoryError> {
+        Self::with_policy(capacity, lease, Policy::default())
+    }
+
+    /// As [`LocalCpu::new`], evicting by `policy`.
+    pub fn with_policy(
+        capacity: u64,
+        lease: Duration,
+        policy: Policy,
+    ) -> Result<Self, MemoryError> {
         let region = Region::new(capacity)?;
         let extents = Extents::new(region.len() as u64, PAGE_BYTES as u64);
         let state = State {
             open: true,
             extents,
-            index: HotCache::new(),
+            index: HotCache::new(policy),
             namespaces: Namespaces::default(),
             leases: Leases::default(),
             pending_bytes: 0,
@@ -176,7 +184,7 @@ impl LocalCpu {
                 break;
             };
             state.pending_bytes += extent.len;
-            let store = Arc::downgrade(&self.0);
+            let store = sync::downgrade(&self.0);
             let ticket = Ticket {
                 store,
                 key,
@@ -264,7 +272,11 @@ impl LocalCpu {
         let mut garbage = Vec::new();
         let mut state = self.0.state.lock();
         state.settle(&self.0.bank, now, &mut garbage);
-        state.leases.end(lookup_id, &mut garbage);
+        // Who asks again while it waits uses nothing anew.
+        let access = match state.leases.end(lookup_id, &mut garbage) {
+            true => Access::Refresh,
+            false => Access::Use,
+        };
         let mut hit = Hit {
             num_chunks: 0,
             lease: Duration::ZERO,
@@ -273,7 +285,7 @@ impl LocalCpu {
             let mut objects = Vec::with_capacity(hashes.len());
             let mut held = state.leases.distinct_bytes();
             let limit = self.0.capacity / 2;
-            hit.num_chunks = state.index.longest_prefix(id, hashes, |object| {
+            hit.num_chunks = state.index.longest_prefix(id, hashes, access, |object| {
                 let more = Leases::added_bytes(object);
                 // A pool of one chunk must still be able to answer.
                 if more > 0 && held > 0 && held + more > limit {
@@ -348,7 +360,9 @@ impl LocalCpu {
     pub fn longest_prefix(&self, namespace: &str, hashes: &[ChunkHash]) -> usize {
         let mut state = self.0.state.lock();
         match state.namespaces.get(namespace) {
-            Some(id) if state.open => state.index.longest_prefix(id, hashes, |_| true),
+            Some(id) if state.open => state
+                .index
+                .longest_prefix(id, hashes, Access::Use, |_| true),
             _ => 0,
         }
     }
@@ -448,21 +462,21 @@ impl State {
         if self.extents.rounded(len) > self.extents.capacity() {
             return None;
         }
-        let mut victims: Vec<(IndexKey, MemoryObj)> = Vec::new();
+        let mut victims: Vec<Victim<MemoryObj>> = Vec::new();
         loop {
-            let Some((key, object)) = self.index.evict(MemoryObj::is_sole_owner) else {
-                for (key, object) in victims.into_iter().rev() {
-                    self.extents.claim(object.extent());
-                    self.index.restore(key, object);
+            let Some(victim) = self.index.evict(MemoryObj::is_sole_owner) else {
+                for victim in victims.into_iter().rev() {
+                    self.extents.claim(victim.value.extent());
+                    self.index.restore(victim);
                 }
                 return None;
             };
-            self.extents.free(object.extent());
-            victims.push((key, object));
+            self.extents.free(victim.value.extent());
+            victims.push(victim);
             if let Some(extent) = self.extents.alloc(len) {
                 self.evicted_chunks += victims.len() as u64;
-                for (_, object) in victims {
-                    object.into_extent();
+                for victim in victims {
+                    victim.value.into_extent();
                 }
                 return Some(extent);
             }
