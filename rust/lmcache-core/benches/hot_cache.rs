@@ -20,13 +20,13 @@ const CHAIN_LEN: u64 = 512;
 /// As large as the object that the store keeps for a chunk.
 struct Object {
     count: AtomicUsize,
-    _rest: [u64; 11],
+    rest: [u64; 11],
 }
 
 fn object() -> Arc<Object> {
     Arc::new(Object {
         count: AtomicUsize::new(0),
-        _rest: [0; 11],
+        rest: [0; 11],
     })
 }
 
@@ -52,22 +52,32 @@ fn publish(cache: &mut HotCache<Arc<Object>>, hash: ChunkHash, value: Arc<Object
     }
 }
 
-/// Entries as prompts leave them: each chain one after the other, allocated far apart in memory.
+/// Chains as prompts leave them, in a pool so old that a chain's entries and objects lie anywhere.
 fn filled(policy: Policy, num_entries: u64) -> HotCache<Arc<Object>> {
     let mut objects: Vec<Arc<Object>> = (0..num_entries).map(|_| object()).collect();
-    // In an old pool neighbours in a chain are not neighbours in memory.
-    for at in (1..objects.len()).rev() {
-        objects.swap(at, spread(at as u64) as usize % (at + 1));
-    }
+    shuffle(&mut objects, 1 << 40);
     let mut order: Vec<u64> = (0..num_entries).collect();
-    for at in (1..order.len()).rev() {
-        order.swap(at, spread(at as u64 ^ 1 << 40) as usize % (at + 1));
-    }
+    shuffle(&mut order, 1 << 41);
     let mut cache = HotCache::new(policy);
     for (number, object) in order.into_iter().zip(objects) {
         publish(&mut cache, hash(number), object);
     }
+    for round in 0..num_entries / CHAIN_LEN {
+        cache.touch(NS, &chain(round));
+    }
     cache
+}
+
+fn shuffle<T>(items: &mut [T], seed: u64) {
+    for at in (1..items.len()).rev() {
+        items.swap(at, spread(at as u64 ^ seed) as usize % (at + 1));
+    }
+}
+
+/// The chain with this number.
+fn chain(number: u64) -> Vec<ChunkHash> {
+    let first = number * CHAIN_LEN;
+    (first..first + CHAIN_LEN).map(hash).collect()
 }
 
 fn chunk_walks_through(c: &mut Criterion) {
@@ -108,9 +118,7 @@ impl BareMemory {
         let num_slots = (num_entries * 8 / 7).next_power_of_two();
         let slot = |at: u64| (spread(at) % num_entries) as u32;
         let mut objects: Vec<Arc<Object>> = (0..num_entries).map(|_| object()).collect();
-        for at in (1..objects.len()).rev() {
-            objects.swap(at, spread(at as u64) as usize % (at + 1));
-        }
+        shuffle(&mut objects, 1 << 40);
         Self {
             slots: (0..num_slots).map(slot).collect(),
             entries: (0..num_entries).map(|at| [at; 8]).collect(),
@@ -131,20 +139,13 @@ impl BareMemory {
     }
 }
 
-fn chain(num_entries: u64, round: u64) -> Vec<ChunkHash> {
-    let first = spread(round ^ 7 << 50) % num_entries;
-    (0..CHAIN_LEN.min(num_entries))
-        .map(|step| hash((first + step) % num_entries))
-        .collect()
-}
-
 fn prefix_is_found(c: &mut Criterion) {
     let mut group = c.benchmark_group("longest_prefix_of_512");
     for num_entries in NUM_ENTRIES {
         let bare = BareMemory::new(num_entries);
-        // A new chain each time: the caches hold what other lookups and copies left there.
-        let rounds = (0..512).map(|round| chain(num_entries, round));
-        let chains: Vec<Vec<ChunkHash>> = rounds.collect();
+        // Another chain each time: the caches hold what other lookups and copies left there.
+        let numbers = (0..512).map(|round| spread(round) % (num_entries / CHAIN_LEN));
+        let chains: Vec<Vec<ChunkHash>> = numbers.map(chain).collect();
         let timed = |iters: u64, work: &mut dyn FnMut(&[ChunkHash])| {
             let mut spent = Duration::ZERO;
             for round in 0..iters {
@@ -170,9 +171,11 @@ fn prefix_is_found(c: &mut Criterion) {
                 b.iter_custom(|iters| {
                     timed(iters, &mut |chain| {
                         leased.clear();
-                        let found = cache.longest_prefix(NS, chain, Access::Use, |object| {
-                            leased.push(Arc::clone(object));
-                            true
+                        let found = cache.longest_prefix(NS, chain, Access::Use, |objects| {
+                            let glance = |object: &Arc<Object>| object.rest[0];
+                            black_box(objects.clone().map(glance).sum::<u64>());
+                            leased.extend(objects.cloned());
+                            leased.len()
                         });
                         assert_eq!(found, chain.len());
                     })

@@ -282,18 +282,14 @@ impl LocalCpu {
             lease: Duration::ZERO,
         };
         if let Some(id) = state.namespaces.get(namespace).filter(|_| state.open) {
-            let mut objects = Vec::with_capacity(hashes.len());
-            let mut held = state.leases.distinct_bytes();
+            let held = state.leases.distinct_bytes();
             let limit = self.0.capacity / 2;
-            hit.num_chunks = state.index.longest_prefix(id, hashes, access, |object| {
-                let more = Leases::added_bytes(object);
-                // A pool of one chunk must still be able to answer.
-                if more > 0 && held > 0 && held + more > limit {
-                    return false;
-                }
-                held += more;
-                objects.push(object.clone());
-                true
+            let mut objects = Vec::new();
+            hit.num_chunks = state.index.longest_prefix(id, hashes, access, |values| {
+                let added: Vec<u64> = values.clone().map(Leases::added_bytes).collect();
+                let num_chunks = prefix_within(limit, held, &added);
+                objects.extend(values.take(num_chunks).cloned());
+                num_chunks
             });
             if !objects.is_empty() {
                 hit.lease = self.0.lease;
@@ -360,9 +356,11 @@ impl LocalCpu {
     pub fn longest_prefix(&self, namespace: &str, hashes: &[ChunkHash]) -> usize {
         let mut state = self.0.state.lock();
         match state.namespaces.get(namespace) {
-            Some(id) if state.open => state
-                .index
-                .longest_prefix(id, hashes, Access::Use, |_| true),
+            Some(id) if state.open => {
+                state
+                    .index
+                    .longest_prefix(id, hashes, Access::Use, |values| values.len())
+            }
             _ => 0,
         }
     }
@@ -431,6 +429,17 @@ impl LocalCpu {
         }
         audit
     }
+}
+
+/// How many chunks a lookup may lease where leases hold `held` bytes, of `limit`, and each adds its own.
+fn prefix_within(limit: u64, mut held: u64, added: &[u64]) -> usize {
+    let fits = |&more: &u64| {
+        // A pool of one chunk must still be able to answer.
+        let fits = more == 0 || held == 0 || held + more <= limit;
+        held += more;
+        fits
+    };
+    added.iter().copied().take_while(fits).count()
 }
 
 impl State {

@@ -29,7 +29,7 @@ use hashbrown::HashTable;
 
 pub use self::policy::{Access, Policy};
 use self::policy::{AnyOrder, Order};
-use self::slab::{FRESH, HELD, NIL, PENDING, Slab};
+use self::slab::{FRESH, HELD, NIL, PENDING, Slab, Slot};
 use crate::hash::ChunkHash;
 use crate::key::NamespaceId;
 
@@ -83,6 +83,37 @@ struct Standing {
     flags: u8,
     credit: u8,
 }
+
+/// The values of a chain, from its first chunk on.
+#[derive(Debug)]
+pub struct Values<'a, V> {
+    chain: std::slice::Iter<'a, u32>,
+    slots: &'a [Slot<V>],
+}
+
+impl<V> Clone for Values<'_, V> {
+    fn clone(&self) -> Self {
+        Self {
+            chain: self.chain.clone(),
+            slots: self.slots,
+        }
+    }
+}
+
+impl<'a, V> Iterator for Values<'a, V> {
+    type Item = &'a V;
+
+    fn next(&mut self) -> Option<&'a V> {
+        let at = *self.chain.next()?;
+        self.slots[at as usize].value.as_ref()
+    }
+
+    fn size_hint(&self) -> (usize, Option<usize>) {
+        self.chain.size_hint()
+    }
+}
+
+impl<V> ExactSizeIterator for Values<'_, V> {}
 
 /// Held entries asked again by each eviction.
 const HELD_PROBES: usize = 2;
@@ -165,14 +196,17 @@ impl<V> HotCache<V> {
         self.slab.batch = self.slab.batch.wrapping_add(1);
     }
 
-    /// Shows `visit` the published values of the longest prefix of `hashes`, counts the access to all of it,
-    /// and returns its length. The walk ends where `visit` returns false (that one not counted).
+    /// Shows `visit` the published values of the longest prefix of `hashes`, counts the access to as many of
+    /// them as it answers, and returns that number.
+    ///
+    /// `visit` may go through them more than once: what it reads first, for all of them, comes from memory
+    /// side by side.
     pub fn longest_prefix(
         &mut self,
         namespace: NamespaceId,
         hashes: &[ChunkHash],
         access: Access,
-        mut visit: impl FnMut(&V) -> bool,
+        visit: impl FnOnce(Values<'_, V>) -> usize,
     ) -> usize {
         let mut chain = std::mem::take(&mut self.chain);
         chain.clear();
@@ -181,14 +215,15 @@ impl<V> HotCache<V> {
             .iter()
             .map_while(|&hash| self.find_resident(&IndexKey { namespace, hash }));
         chain.extend(found);
-        let values = chain.iter().map(|&at| &self.slab.slots[at as usize].value);
-        let visited = values
-            .take_while(|value| value.as_ref().is_some_and(&mut visit))
-            .count();
-        chain.truncate(visited);
+        let wanted = visit(Values {
+            chain: chain.iter(),
+            slots: &self.slab.slots,
+        });
+        chain.truncate(wanted);
         self.walk(&chain, access);
+        let num_chunks = chain.len();
         self.chain = chain;
-        visited
+        num_chunks
     }
 
     /// Refreshes every published key among `hashes`, a chain or the beginning of one.
