@@ -7,8 +7,8 @@
 //! [`Policy`] says in which order entries leave. Whether a victim may go is the caller's answer
 //! (`evictable`), given under the caller's lock. Entries that may not are set aside on a *held* list, so
 //! that thousands of them at the old end are not walked again by each eviction; a few are asked again each
-//! time, and a touch brings them back at once. They lose their place: among entries that were held when it
-//! was their turn, the order in which they leave afterwards is not promised.
+//! time, and a touch brings them back at once. Once let go of, a held chain leaves in order too, as far as no
+//! entry of another that is held still lies between its own.
 
 mod arc;
 mod fifo;
@@ -293,14 +293,21 @@ impl<V> HotCache<V> {
     /// touched.
     pub fn evict(&mut self, mut evictable: impl FnMut(&mut V) -> bool) -> Option<Victim<V>> {
         for _ in 0..HELD_PROBES {
-            let at = self.slab.front(HELD);
-            if at == NIL {
+            let Some(mut at) = self.slab.next_held() else {
                 break;
-            }
+            };
             if self.may_leave(at, &mut evictable) {
+                // Those before it were held still when they were asked; a lease ends for all of a chain.
+                loop {
+                    let before = self.slab.before(at);
+                    if before == NIL || !self.may_leave(before, &mut evictable) {
+                        break;
+                    }
+                    at = before;
+                }
+                self.slab.ask_next(at);
                 return Some(self.take_out(at));
             }
-            self.slab.move_to_back(at, HELD);
         }
         loop {
             let Self { slab, order, .. } = self;

@@ -22,6 +22,8 @@ pub(super) struct Model {
     /// One list; S3-FIFO and ARC have two.
     lists: [Vec<u16>; 2],
     held: Vec<u16>,
+    /// Position of the held one to ask next.
+    asked: usize,
     ghosts: [Vec<u16>; 2],
     touched: HashSet<u16>,
     now: u32,
@@ -36,6 +38,7 @@ impl Model {
             facts: HashMap::new(),
             lists: [Vec::new(), Vec::new()],
             held: Vec::new(),
+            asked: 0,
             ghosts: [Vec::new(), Vec::new()],
             touched: HashSet::new(),
             now: 0,
@@ -204,12 +207,16 @@ impl Model {
     /// Takes out the next to leave that is not leased. `restore` undoes it.
     pub(super) fn evict(&mut self, leased: &HashSet<u16>) -> Option<(u16, Facts)> {
         let goes = |model: &Self, id: u16| !leased.contains(&id) && !model.touched.contains(&id);
-        for _ in 0..2.min(self.held.len() + 1) {
-            let Some(&id) = self.held.first() else { break };
+        for _ in 0..2 {
+            let Some(&id) = self.held.get(self.asked) else {
+                break;
+            };
             if goes(self, id) {
-                return Some(self.take_out(id));
+                let before = self.held[..self.asked].iter().rev();
+                self.asked -= before.take_while(|&&id| goes(self, id)).count();
+                return Some(self.take_out(self.held[self.asked]));
             }
-            self.held.rotate_left(1);
+            self.asked = (self.asked + 1) % self.held.len();
         }
         while let Some(id) = self.candidate() {
             if goes(self, id) {
@@ -309,8 +316,15 @@ impl Model {
     }
 
     fn unlink(&mut self, id: u16) {
-        for list in self.lists.iter_mut().chain([&mut self.held]) {
+        for list in &mut self.lists {
             list.retain(|other| *other != id);
+        }
+        if let Some(at) = self.held.iter().position(|other| *other == id) {
+            self.held.remove(at);
+            self.asked -= usize::from(at < self.asked);
+            if self.asked == self.held.len() {
+                self.asked = 0;
+            }
         }
     }
 

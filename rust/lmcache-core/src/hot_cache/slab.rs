@@ -55,7 +55,8 @@ struct Ends {
     front: u32,
     back: u32,
     len: u32,
-    /// The first entry that the batch `cursor_batch` has not touched, as far as that is known.
+    /// The first entry that the batch `cursor_batch` has not touched, as far as that is known; of the held
+    /// list, the entry to ask next.
     cursor: u32,
     cursor_batch: u32,
 }
@@ -152,7 +153,7 @@ impl<V> Slab<V> {
         if last == NIL {
             ends.front = at;
         }
-        if ends.cursor == NIL {
+        if ends.cursor == NIL && list != HELD {
             ends.cursor = at;
         }
         if last != NIL {
@@ -215,6 +216,28 @@ impl<V> Slab<V> {
     pub(super) fn move_to_front(&mut self, at: u32, list: u16) {
         self.unlink(at);
         self.push_front(at, list);
+    }
+
+    /// The held entry to ask next: each in turn, from the front to the back and over again.
+    pub(super) fn next_held(&mut self) -> Option<u32> {
+        let ends = &mut self.lists[usize::from(HELD)];
+        let at = if ends.cursor == NIL {
+            ends.front
+        } else {
+            ends.cursor
+        };
+        ends.cursor = *self.slots.get(at as usize).map(|slot| &slot.next)?;
+        Some(at)
+    }
+
+    /// Makes a held entry the next to ask.
+    pub(super) fn ask_next(&mut self, at: u32) {
+        self.lists[usize::from(HELD)].cursor = at;
+    }
+
+    /// The entry before this one in its list.
+    pub(super) fn before(&self, at: u32) -> u32 {
+        self.slots[at as usize].prev
     }
 
     /// The first entry of a list that the current batch has not touched. What a batch touched is passed

@@ -275,6 +275,32 @@ fn leased_entries_at_the_old_end_are_set_aside_and_come_back() {
 }
 
 #[test]
+fn a_held_chain_that_was_let_go_of_leaves_suffix_first() {
+    for policy in Policy::ALL {
+        let mut cache: HotCache<u16> = HotCache::new(policy);
+        let chain: Vec<u16> = (0..9).collect();
+        let others = 100..140;
+        if policy == Policy::Mru {
+            others.clone().for_each(|id| store(&mut cache, &[id]));
+        }
+        store(&mut cache, &chain);
+        if policy != Policy::Mru {
+            others.for_each(|id| store(&mut cache, &[id]));
+        }
+        cache.begin_batch();
+        // The last of these asks in the middle of the chain.
+        for _ in 0..5 {
+            let victim = cache.evict(|id| *id >= 100);
+            assert!(victim.expect("forty are free").value >= 100);
+        }
+        let order: Vec<u16> = std::iter::from_fn(|| evict(&mut cache))
+            .filter(|id| *id < 100)
+            .collect();
+        assert!(order.is_sorted_by(|a, b| a > b), "{policy:?}: {order:?}");
+    }
+}
+
+#[test]
 fn what_a_batch_touched_is_passed_over_once_and_not_by_each_eviction() {
     for policy in Policy::ALL {
         let mut cache = cache_of(policy, 0..2000);
