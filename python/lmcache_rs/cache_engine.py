@@ -90,7 +90,9 @@ class LMCacheEngine:
         self._closed = False
         self.local_cpu: _native.LocalCpu | None = None
         if config.local_cpu:
-            self.local_cpu = _native.LocalCpu(config.max_local_cpu_bytes, config.lease_timeout_ms)
+            self.local_cpu = _native.LocalCpu(
+                config.max_local_cpu_bytes, config.lease_timeout_ms, config.cache_policy
+            )
 
     # --- what an engine developer calls -------------------------------------------------------
 

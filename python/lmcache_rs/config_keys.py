@@ -21,6 +21,9 @@ CHUNK_SIZE_DEFAULT = 256
 GB = 2**30
 """Bytes of one GB in every setting, as in LMCache."""
 
+CACHE_POLICIES = ("LRU", "LFU", "FIFO", "MRU", "S3FIFO", "ARC")
+"""Names of the policies that say which chunk leaves when memory is full, in any case."""
+
 # A wait of more than this many milliseconds does not fit the 32-bit field poll(2) takes.
 _MAX_MS = 2**31 - 1
 
@@ -88,13 +91,9 @@ def _chain(value: str) -> tuple[str, str | None]:
 
 def _cache_policy(value: str) -> tuple[str, str | None]:
     policy = value.upper()
-    if policy == "LRU":
+    if policy in CACHE_POLICIES:
         return policy, None
-    if policy in ("FIFO", "LFU", "MRU"):
-        raise ValueError(
-            f"policy {policy} is not available in this version; available: LRU; set it to LRU"
-        )
-    raise ValueError(f"needs LRU, found {value!r}")
+    raise ValueError(f"needs one of {', '.join(CACHE_POLICIES)}, found {value!r}")
 
 
 def _local_cpu(value: bool) -> tuple[bool, str | None]:
@@ -188,8 +187,10 @@ HONOURED: Mapping[str, Key] = {
             "str",
             "LRU",
             "",
-            "Which chunk leaves when memory is full: `LRU`. (FIFO, LFU and MRU are not available "
-            "in this version.)",
+            "Which chunk leaves when memory is full: the one used least recently (`LRU`), least "
+            "often (`LFU`) or last (`MRU`), the one stored first (`FIFO`), or one that was never "
+            "used again (`S3FIFO`, `ARC`: both let a single pass over new prompts displace little "
+            "of what is used again). A chunk leaves before those in front of it in its prompt.",
             check=_cache_policy,
         ),
         Key(

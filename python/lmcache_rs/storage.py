@@ -237,7 +237,7 @@ def _views_as(kind: type[torch.Tensor], result: Any, of: Any) -> Any:
 
 
 class LocalCPUBackend:
-    """L1: host memory. Evicts what was used least recently, never what somebody holds."""
+    """L1: host memory. Evicts by the policy it was made with, never what somebody holds."""
 
     def __init__(self, local_cpu: LocalCpu) -> None:
         self.local_cpu = local_cpu
@@ -292,7 +292,9 @@ class StorageManager:
         form: StoredForm | None = None,
     ) -> None:
         if local_cpu is None and config.local_cpu:
-            local_cpu = LocalCpu(config.max_local_cpu_bytes, config.lease_timeout_ms)
+            local_cpu = LocalCpu(
+                config.max_local_cpu_bytes, config.lease_timeout_ms, config.cache_policy
+            )
         self._local_cpu = local_cpu
         self._form = form
         # What was put under a namespace: all chunks of one are alike but for their tokens.

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import yaml  # type: ignore[import-untyped, unused-ignore]
 
-from lmcache_rs import config_keys
+from lmcache_rs import _native, config_keys
 from lmcache_rs.config import (
     ConfigError,
     LMCacheEngineConfig,
     disabled_by_environment,
 )
-from lmcache_rs.config_keys import HONOURED, LEGACY_NAMES, LMCACHE_ONLY
+from lmcache_rs.config_keys import CACHE_POLICIES, HONOURED, LEGACY_NAMES, LMCACHE_ONLY
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "configuration.md"
 
@@ -106,16 +106,41 @@ def test_chain_of_the_engine_is_not_available_yet() -> None:
         LMCacheEngineConfig.from_defaults(chain="Own")
 
 
-@pytest.mark.parametrize("policy", ["FIFO", "LFU", "MRU", "mru"])
-def test_other_policies_of_lmcache_stop_and_say_what_there_is(policy: str) -> None:
-    with pytest.raises(ConfigError, match=rf"{policy.upper()} is not available.*available: LRU"):
+@pytest.mark.parametrize("policy", CACHE_POLICIES)
+def test_every_policy_is_read_in_any_case_and_known_to_the_store(policy: str) -> None:
+    for spelling in (policy, policy.lower(), policy.title()):
+        config = LMCacheEngineConfig.from_defaults(cache_policy=spelling)
+        assert config.cache_policy == policy
+        _native.LocalCpu(4096, 1000, spelling).close()
+
+
+@pytest.mark.parametrize("policy", ["2Q", "", "LRU "])
+def test_an_unknown_policy_stops_and_says_what_there_is(policy: str) -> None:
+    known = ", ".join(CACHE_POLICIES)
+    with pytest.raises(ConfigError, match=rf"cache_policy.*needs one of {known}, found '{policy}'"):
         LMCacheEngineConfig.from_defaults(cache_policy=policy)
+    with pytest.raises(ValueError, match=rf'policy "{policy}" is unknown; .* one of {known}'):
+        _native.LocalCpu(4096, 1000, policy)
 
 
-def test_policy_is_read_in_any_case_and_unknown_ones_stop() -> None:
-    assert LMCacheEngineConfig.from_defaults(cache_policy="lru").cache_policy == "LRU"
-    with pytest.raises(ConfigError, match="needs LRU, found 'ARC'"):
-        LMCacheEngineConfig.from_defaults(cache_policy="ARC")
+def test_the_policy_of_the_settings_is_the_one_at_work() -> None:
+    """Two chunks fit, three are stored, the first is looked up in between: who is gone?"""
+    gone = {}
+    for policy in ("LRU", "FIFO", "MRU"):
+        config = LMCacheEngineConfig.from_defaults(cache_policy=policy)
+        pool = _native.LocalCpu(2 * 4096, 1000, config.cache_policy)
+        hashes = [bytes([number]) * 32 for number in range(3)]
+        for number, chunk_hash in enumerate(hashes):
+            memory_objs = pool.allocate([4096])
+            assert memory_objs is not None
+            pool.put("ns", chunk_hash, memory_objs[0])
+            del memory_objs
+            pool.longest_prefix("ns", hashes[number])
+            if number == 1:
+                pool.longest_prefix("ns", hashes[0])
+        left = [pool.longest_prefix("ns", chunk_hash) for chunk_hash in hashes]
+        gone[policy] = left.index(0)
+    assert gone == {"LRU": 1, "FIFO": 0, "MRU": 0}
 
 
 def test_layerwise_is_not_available_yet() -> None:

@@ -7,4 +7,9 @@ pub mod error;
 mod lease;
 pub mod local_cpu;
 pub mod object;
+#[cfg_attr(lmcache_loom, path = "region_loom.rs")]
 pub mod region;
+mod sync;
+
+#[cfg(lmcache_loom)]
+pub use self::sync::Mutant;

@@ -9,15 +9,13 @@
 
 use std::fmt;
 use std::slice;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
 
 use lmcache_core::extent::Extent;
 use lmcache_core::hot_cache::IndexKey;
-use parking_lot::Mutex;
 
 use crate::local_cpu::Ticket;
 use crate::region::Region;
+use crate::sync::{self, Arc, AtomicU32, Mutex, Ordering};
 
 /// The region and the extents that came back since the store last looked.
 ///
@@ -50,17 +48,14 @@ struct Piece {
 }
 
 impl Piece {
-    fn as_ptr(&self) -> *mut u8 {
-        debug_assert!(self.extent.offset + self.len as u64 <= self.bank.region.len() as u64);
-        // SAFETY: the store carved the extent from this region, so the offset lies inside the mapping,
-        // which `bank` keeps alive.
-        unsafe {
-            self.bank
-                .region
-                .base()
-                .as_ptr()
-                .add(self.extent.offset as usize)
-        }
+    /// Where the bytes lie, for a read that comes now.
+    fn read_ptr(&self) -> *const u8 {
+        self.bank.region.read_ptr(self.extent.offset, self.len)
+    }
+
+    /// Where the bytes lie, for a write that comes now.
+    fn write_ptr(&mut self) -> *mut u8 {
+        self.bank.region.write_ptr(self.extent.offset, self.len)
     }
 }
 
@@ -91,9 +86,9 @@ impl ChunkMut {
 
     /// The bytes to write.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
-        // SAFETY: the piece owns the extent alone, `&mut self` makes this borrow exclusive, and the bank
+        // SAFETY: the store carved the extent from this region. The piece owns it alone, `&mut self` makes this borrow exclusive, and the bank
         // keeps the mapping alive. Touched pages of a memfd are initialised memory.
-        unsafe { slice::from_raw_parts_mut(self.piece.as_ptr(), self.piece.len) }
+        unsafe { slice::from_raw_parts_mut(self.piece.write_ptr(), self.piece.len) }
     }
 
     /// Size in bytes.
@@ -147,9 +142,10 @@ impl MemoryObj {
     /// The bytes.
     pub fn bytes(&self) -> &[u8] {
         let piece = &self.0.piece;
-        // SAFETY: sealed bytes are never written again: the only writer gave up its `ChunkMut`, and the
+        // SAFETY: the store carved the extent from this region, which the bank keeps alive, and sealed
+        // bytes are never written again: the only writer gave up its `ChunkMut`, and the
         // extent goes to another one only after the last handle, this one included, is dropped.
-        unsafe { slice::from_raw_parts(piece.as_ptr(), piece.len) }
+        unsafe { slice::from_raw_parts(piece.read_ptr(), piece.len) }
     }
 
     /// Size in bytes.
@@ -183,12 +179,12 @@ impl MemoryObj {
     /// Whether nobody else holds the object. `Arc::get_mut`, not a count: it synchronises with the drop of
     /// the last other handle, so that reuse of the bytes comes after every read through it.
     pub(crate) fn is_sole_owner(&mut self) -> bool {
-        Arc::get_mut(&mut self.0).is_some()
+        sync::is_sole_owner(&mut self.0)
     }
 
     /// Takes the extent of an object that nobody else holds.
     pub(crate) fn into_extent(self) -> Option<Extent> {
-        let mut sealed = Arc::into_inner(self.0)?;
+        let mut sealed = sync::into_inner(self.0)?;
         let nothing = Extent { offset: 0, len: 0 };
         Some(std::mem::replace(&mut sealed.piece.extent, nothing))
     }

@@ -75,6 +75,17 @@ impl Region {
         self.base
     }
 
+    /// Where `len` bytes at `offset` lie, which are about to be read.
+    pub(crate) fn read_ptr(&self, offset: u64, len: usize) -> *const u8 {
+        self.write_ptr(offset, len)
+    }
+
+    /// Where `len` bytes at `offset` lie, which are about to be written.
+    pub(crate) fn write_ptr(&self, offset: u64, len: usize) -> *mut u8 {
+        debug_assert!(offset + len as u64 <= self.len as u64);
+        self.base.as_ptr().wrapping_add(offset as usize)
+    }
+
     /// Makes the kernel provide every page, by several threads, each on a part of its own.
     fn touch(&self) -> io::Result<()> {
         let threads = thread::available_parallelism()

@@ -5,6 +5,7 @@ use std::ptr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use lmcache_core::hot_cache::Policy;
 use lmcache_memory::local_cpu;
 use lmcache_memory::object::{self, ChunkMut};
 use pyo3::exceptions::PyBufferError;
@@ -26,13 +27,25 @@ impl LocalCpu {
     }
 }
 
+fn unknown_policy(found: &str) -> NativeError {
+    let names = Policy::ALL.map(Policy::name).join(", ");
+    NativeError::Argument(format!(
+        "policy {found:?} is unknown; set it to one of {names}"
+    ))
+}
+
 #[pymethods]
 impl LocalCpu {
-    /// Maps and touches `capacity_bytes`; a lookup leases for `lease_ms`.
+    /// Maps and touches `capacity_bytes`; a lookup leases for `lease_ms`; `policy` says which chunk leaves
+    /// when memory is full.
     #[new]
-    fn new(py: Python<'_>, capacity_bytes: u64, lease_ms: u64) -> PyResult<Self> {
+    #[pyo3(signature = (capacity_bytes, lease_ms, policy = "LRU"))]
+    fn new(py: Python<'_>, capacity_bytes: u64, lease_ms: u64, policy: &str) -> PyResult<Self> {
         let lease = Duration::from_millis(lease_ms);
-        let store = enter(py, || local_cpu::LocalCpu::new(capacity_bytes, lease))?;
+        let policy = Policy::from_name(policy).ok_or_else(|| unknown_policy(policy))?;
+        let store = enter(py, || {
+            local_cpu::LocalCpu::with_policy(capacity_bytes, lease, policy)
+        })?;
         Ok(Self(Owned::new(store)))
     }
 

@@ -1,0 +1,357 @@
+use super::*;
+
+const PAGE: u64 = PAGE_BYTES as u64;
+const LEASE: Duration = Duration::from_secs(600);
+
+fn hashes(ids: impl IntoIterator<Item = u8>) -> Vec<ChunkHash> {
+    ids.into_iter().map(|id| ChunkHash([id; 32])).collect()
+}
+
+fn store_of(pages: u64) -> LocalCpu {
+    LocalCpu::new(pages * PAGE, LEASE).expect("a few pages")
+}
+
+/// Stores the chain and says how many chunks are new; each chunk is one page filled with its id.
+fn store(cpu: &LocalCpu, chain: &[ChunkHash]) -> usize {
+    let mut reserved = cpu.reserve("ns", chain, 0, |_| PAGE_BYTES);
+    for (position, chunk) in &mut reserved.chunks {
+        chunk.bytes_mut().fill(chain[*position].0[0]);
+    }
+    let chunks: Vec<_> = reserved
+        .chunks
+        .into_iter()
+        .map(|(_, chunk)| chunk)
+        .collect();
+    let stored = chunks.len();
+    cpu.commit("ns", chain, chunks);
+    stored
+}
+
+fn assert_books_balance(cpu: &LocalCpu) {
+    let audit = cpu.audit();
+    assert_eq!(
+        audit.free_bytes + audit.cached_bytes,
+        audit.capacity_bytes,
+        "{audit:?}"
+    );
+    assert_eq!(
+        (audit.leased_bytes, audit.reserved_bytes, audit.num_leases),
+        (0, 0, 0)
+    );
+    assert_eq!(cpu.0.state.lock().leases.distinct_bytes(), 0);
+}
+
+#[test]
+fn what_was_stored_comes_back_and_twice_is_once() {
+    let cpu = store_of(8);
+    let chain = hashes(1..=4);
+    assert_eq!(store(&cpu, &chain), 4);
+    assert_eq!(store(&cpu, &chain), 0);
+    assert_eq!(cpu.lookup("r", "ns", &chain).num_chunks, 4);
+    assert_eq!(cpu.lookup("r", "other", &chain).num_chunks, 0);
+    cpu.lookup("r", "ns", &chain);
+    let objects = cpu.take("r", "ns", &chain);
+    assert_eq!(objects.len(), 4);
+    for (object, hash) in objects.iter().zip(&chain) {
+        assert!(object.bytes().iter().all(|&byte| byte == hash.0[0]));
+    }
+    drop(objects);
+    assert_books_balance(&cpu);
+}
+
+#[test]
+fn an_entry_is_invisible_until_it_is_committed() {
+    let cpu = store_of(8);
+    let chain = hashes([1, 2]);
+    let reserved = cpu.reserve("ns", &chain, 0, |_| PAGE_BYTES);
+    assert_eq!(cpu.longest_prefix("ns", &chain), 0);
+    assert_eq!(cpu.reserve("ns", &chain, 0, |_| PAGE_BYTES).num_known, 2);
+    assert_eq!(cpu.audit().reserved_bytes, 2 * PAGE);
+    drop(reserved);
+    assert_eq!(cpu.longest_prefix("ns", &chain), 0);
+    assert_books_balance(&cpu);
+    assert_eq!(store(&cpu, &chain), 2);
+}
+
+#[test]
+fn a_prompt_larger_than_the_pool_keeps_its_beginning() {
+    let cpu = store_of(4);
+    store(&cpu, &hashes(100..104));
+    let chain = hashes(1..=9);
+    let reserved = cpu.reserve("ns", &chain, 0, |_| PAGE_BYTES);
+    assert_eq!(reserved.stopped_at, Some(4));
+    drop(reserved);
+    assert_eq!(store(&cpu, &chain), 4);
+    assert_eq!(cpu.longest_prefix("ns", &chain), 4);
+    assert_eq!(
+        store(&cpu, &chain),
+        0,
+        "asking again does not evict its own beginning"
+    );
+    assert_eq!(cpu.longest_prefix("ns", &chain), 4);
+    assert_books_balance(&cpu);
+}
+
+#[test]
+fn a_suffix_is_evicted_before_its_prefix() {
+    let cpu = store_of(6);
+    let chain = hashes(1..=4);
+    for end in 1..=4 {
+        store(&cpu, &chain[..end]);
+    }
+    store(&cpu, &hashes(50..54));
+    assert_eq!(cpu.longest_prefix("ns", &chain), 2);
+}
+
+#[test]
+fn under_every_policy_a_store_takes_its_room_from_suffixes_and_the_books_balance() {
+    for policy in Policy::ALL {
+        let cpu = LocalCpu::with_policy(16 * PAGE, LEASE, policy).expect("a few pages");
+        for round in 0..200u8 {
+            let first = round % 9 * 20;
+            let chain = hashes(first..first + 1 + round % 7);
+            store(&cpu, &chain);
+            if round % 3 == 0 {
+                assert!(cpu.lookup("r", "ns", &chain).num_chunks > 0, "{policy:?}");
+            }
+            for first in (0..180).step_by(20) {
+                let chain = hashes(first..first + 7);
+                let prefix = cpu.get("ns", &chain).len();
+                let anywhere = chain
+                    .iter()
+                    .filter(|hash| !cpu.get("ns", &[**hash]).is_empty());
+                assert_eq!(anywhere.count(), prefix, "{policy:?}, round {round}");
+            }
+        }
+        cpu.release("r");
+        assert_books_balance(&cpu);
+    }
+}
+
+#[test]
+fn who_asks_again_while_it_waits_counts_once() {
+    let cpu = LocalCpu::with_policy(4 * PAGE, LEASE, Policy::Lfu).expect("a few pages");
+    let (often, rarely) = (hashes([1]), hashes([2]));
+    store(&cpu, &often);
+    store(&cpu, &rarely);
+    for request in ["a", "b"] {
+        cpu.lookup(request, "ns", &often);
+        cpu.release(request);
+    }
+    for _ in 0..5 {
+        cpu.lookup("c", "ns", &rarely);
+    }
+    cpu.release("c");
+    store(&cpu, &hashes([3, 4]));
+    cpu.lookup("d", "ns", &hashes([3, 4]));
+    cpu.lookup("e", "ns", &hashes([3, 4]));
+    cpu.release("d");
+    cpu.release("e");
+    store(&cpu, &hashes([5]));
+    assert_eq!(cpu.longest_prefix("ns", &rarely), 0);
+    assert_eq!(cpu.longest_prefix("ns", &often), 1);
+}
+
+#[test]
+fn evict_skips_leased_chunks() {
+    let cpu = store_of(4);
+    let old = hashes([1, 2]);
+    store(&cpu, &old);
+    assert_eq!(cpu.lookup("r", "ns", &old).num_chunks, 2);
+    assert_eq!(
+        store(&cpu, &hashes(10..14)),
+        2,
+        "only what is not leased makes room"
+    );
+    assert_eq!(cpu.longest_prefix("ns", &old), 2);
+    let held = cpu.take("r", "ns", &old);
+    assert_eq!(store(&cpu, &hashes(20..24)), 2);
+    assert!(held[0].bytes().iter().all(|&byte| byte == 1));
+    drop(held);
+    assert_eq!(store(&cpu, &hashes(30..34)), 4);
+    assert_books_balance(&cpu);
+}
+
+#[test]
+fn a_repeated_lookup_renews_and_never_stacks() {
+    let cpu = store_of(8);
+    let chain = hashes(1..=3);
+    store(&cpu, &chain);
+    for _ in 0..5 {
+        assert_eq!(cpu.lookup("r", "ns", &chain).num_chunks, 3);
+    }
+    assert_eq!(cpu.audit().num_leases, 1);
+    assert!(cpu.release("r"));
+    assert!(!cpu.release("r"));
+    assert_books_balance(&cpu);
+}
+
+#[test]
+fn waiting_requests_hold_at_most_half_of_the_pool() {
+    let cpu = store_of(8);
+    let (a, b) = (hashes(1..=3), hashes(11..=13));
+    store(&cpu, &a);
+    store(&cpu, &b);
+    assert_eq!(cpu.lookup("a", "ns", &a).num_chunks, 3);
+    assert_eq!(
+        cpu.lookup("a2", "ns", &a).num_chunks,
+        3,
+        "what is held already costs nothing"
+    );
+    assert_eq!(cpu.lookup("b", "ns", &b).num_chunks, 1);
+    cpu.release("a");
+    assert_eq!(
+        cpu.lookup("b", "ns", &b).num_chunks,
+        1,
+        "a2 holds the same chunks still"
+    );
+    cpu.release("a2");
+    assert_eq!(cpu.lookup("b", "ns", &b).num_chunks, 3);
+    cpu.release("b");
+    assert_books_balance(&cpu);
+}
+
+#[test]
+fn a_pool_of_one_chunk_still_answers() {
+    let cpu = store_of(1);
+    let chain = hashes([1]);
+    store(&cpu, &chain);
+    assert_eq!(cpu.lookup("r", "ns", &chain).num_chunks, 1);
+}
+
+#[test]
+fn leases_end_by_themselves() {
+    let cpu = LocalCpu::new(4 * PAGE, Duration::from_millis(20)).expect("pages");
+    let chain = hashes([1, 2]);
+    store(&cpu, &chain);
+    let hit = cpu.lookup("gone", "ns", &chain);
+    assert_eq!((hit.num_chunks, hit.lease), (2, Duration::from_millis(20)));
+    let deadline = Instant::now() + Duration::from_secs(10);
+    while cpu.audit().num_leases > 0 {
+        assert!(Instant::now() < deadline, "the lease outlives its deadline");
+    }
+    assert_eq!(store(&cpu, &hashes(10..14)), 4);
+    assert_books_balance(&cpu);
+}
+
+#[test]
+fn a_large_chunk_evicts_as_many_small_ones_as_it_needs_or_none() {
+    let cpu = store_of(8);
+    store(&cpu, &hashes(1..=8));
+    let held = cpu.take("none", "ns", &hashes([4]));
+    let large = hashes([99]);
+    let reserved = cpu.reserve("ns", &large, 0, |_| 5 * PAGE_BYTES);
+    assert_eq!(
+        reserved.stopped_at,
+        Some(0),
+        "no five pages in a row without the held one"
+    );
+    assert_eq!(cpu.audit().num_chunks, 8, "nothing was evicted in vain");
+    drop((held, reserved));
+    let reserved = cpu.reserve("ns", &large, 0, |_| 5 * PAGE_BYTES);
+    assert_eq!(reserved.chunks.len(), 1);
+    let chunks: Vec<_> = reserved
+        .chunks
+        .into_iter()
+        .map(|(_, chunk)| chunk)
+        .collect();
+    cpu.commit("ns", &large, chunks);
+    assert_books_balance(&cpu);
+}
+
+#[test]
+fn handles_outlive_a_clear_and_their_bytes_come_back() {
+    let cpu = store_of(4);
+    let chain = hashes([7]);
+    store(&cpu, &chain);
+    let held = cpu.take("none", "ns", &chain);
+    assert_eq!(cpu.clear(), 1);
+    assert_eq!(store(&cpu, &hashes(20..24)), 3);
+    assert!(held[0].bytes().iter().all(|&byte| byte == 7));
+    drop(held);
+    assert_books_balance(&cpu);
+}
+
+#[test]
+fn a_closed_store_takes_and_gives_nothing() {
+    let cpu = store_of(4);
+    let chain = hashes([1, 2]);
+    store(&cpu, &chain);
+    cpu.lookup("r", "ns", &chain);
+    let reserved = cpu.reserve("ns", &hashes([5]), 0, |_| PAGE_BYTES);
+    cpu.close();
+    cpu.close();
+    let chunks: Vec<_> = reserved
+        .chunks
+        .into_iter()
+        .map(|(_, chunk)| chunk)
+        .collect();
+    cpu.commit("ns", &hashes([5]), chunks);
+    assert_eq!(store(&cpu, &chain), 0);
+    assert_eq!(cpu.lookup("r", "ns", &chain).num_chunks, 0);
+    assert!(cpu.allocate(&[1]).is_none());
+    assert_books_balance(&cpu);
+}
+
+#[test]
+fn allocate_is_all_or_none_and_put_of_a_known_key_keeps_the_first() {
+    let cpu = store_of(4);
+    assert!(cpu.allocate(&[PAGE_BYTES; 5]).is_none());
+    let mut chunks = cpu.allocate(&[PAGE_BYTES; 2]).expect("room");
+    let hash = hashes([9])[0];
+    for (value, mut chunk) in chunks.drain(..).enumerate() {
+        chunk.bytes_mut().fill(value as u8);
+        assert_eq!(cpu.put("ns", hash, chunk), value == 0);
+    }
+    assert!(
+        cpu.take("none", "ns", &[hash])[0]
+            .bytes()
+            .iter()
+            .all(|&byte| byte == 0)
+    );
+    assert_books_balance(&cpu);
+}
+
+#[test]
+fn many_namespaces_do_not_pile_up_and_never_mix() {
+    let cpu = store_of(4);
+    let chain = hashes([1]);
+    store(&cpu, &chain);
+    for tenant in 0..10_000 {
+        let chunk = cpu.allocate(&[1]).expect("evicts");
+        let name = format!("tenant{tenant}");
+        cpu.put(&name, chain[0], chunk.into_iter().next().expect("one"));
+        assert_eq!(cpu.longest_prefix(&name, &chain), 1);
+    }
+    assert_eq!(cpu.longest_prefix("tenant0", &chain), 0);
+    assert_books_balance(&cpu);
+}
+
+#[test]
+fn sixteen_threads_lose_no_byte_and_read_no_torn_one() {
+    let cpu = store_of(32);
+    std::thread::scope(|scope| {
+        for thread in 0..16u8 {
+            let cpu = cpu.clone();
+            scope.spawn(move || {
+                for round in 0..400usize {
+                    let first = ((usize::from(thread) * 7 + round * 5) % 60) as u8;
+                    let chain = hashes(first..first + 4);
+                    let id = format!("{thread}");
+                    store(&cpu, &chain);
+                    let found = cpu.lookup(&id, "ns", &chain).num_chunks;
+                    let objects = cpu.take(&id, "ns", &chain[..found]);
+                    assert_eq!(
+                        objects.len(),
+                        found,
+                        "a positive lookup holds until it is taken"
+                    );
+                    for (object, hash) in objects.iter().zip(&chain) {
+                        assert!(object.bytes().iter().all(|&byte| byte == hash.0[0]));
+                    }
+                }
+            });
+        }
+    });
+    assert_books_balance(&cpu);
+}
