@@ -39,6 +39,9 @@ test: test-rust test-python test-vllm test-wheel ## run all tests, vLLM's end-to
 
 test-rust: setup ## the Rust tests alone
 	$(CARGO) test --workspace --locked
+	@# Every interleaving that matters of the store's own code, and a planted fault that must be seen.
+	RUSTFLAGS="--cfg lmcache_loom" $(CARGO) test --locked -p lmcache-memory --test loom --release \
+		--target-dir "$${CARGO_TARGET_DIR:-target}/loom"
 
 test-python: installed ## the Python tests that need no engine
 	"$(PY)" -m pytest $(PYTEST_FOLDERS) --durations=10

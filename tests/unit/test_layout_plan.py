@@ -101,7 +101,13 @@ def test_a_table_is_only_believed_of_backends_that_are_known() -> None:
 def worker_of(spec: KVCacheSpec) -> LMCacheWorkerHalf:
     settings = LMCacheEngineConfig.from_defaults(chunk_size=64, max_local_cpu_size=0.01)
     metadata = compat.metadata_of(vllm_config({}), kv_cache_config(spec))
-    return LMCacheWorkerHalf(settings, metadata, f"plan-{next(engine_ids)}", Faults())
+    return LMCacheWorkerHalf(
+        settings,
+        metadata,
+        f"plan-{next(engine_ids)}",
+        in_scheduler_process=True,
+        faults=Faults(),
+    )
 
 
 def test_the_worker_copies_as_both_halves_know_it() -> None:
