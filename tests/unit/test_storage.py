@@ -69,6 +69,35 @@ def test_memory_is_put_once_and_not_under_a_writer() -> None:
         store.batched_put([key(2)], [memory_obj])
 
 
+def test_memory_of_another_pool_is_refused_and_stays_writable() -> None:
+    home, other = _native.LocalCpu(4 * PAGE, 1000), _native.LocalCpu(4 * PAGE, 1000)
+    (memory_obj,) = home.allocate([PAGE]) or []
+    with pytest.raises(ValueError, match="another pool"):
+        other.put("ns", bytes(32), memory_obj)
+    assert other.audit()["free_bytes"] == 4 * PAGE
+    assert home.put("ns", bytes(32), memory_obj)
+
+
+def test_a_batch_is_put_whole_or_not_at_all() -> None:
+    store = manager()
+    objects = filled(store, 1, 2)
+    exported = memoryview(objects[1])
+    keys = [key(1), key(2)]
+    with pytest.raises(BufferError, match="exported"):
+        store.batched_put(keys, objects)
+    exported.release()
+    with pytest.raises(ValueError, match="2 keys for 1"):
+        store.batched_put(keys, objects[:1])
+    with pytest.raises(RuntimeError, match="twice"):
+        store.batched_put(keys, [objects[0], objects[0]])
+    (foreign,) = filled(manager(), 3)
+    with pytest.raises(ValueError, match="another pool"):
+        store.batched_put(keys, [objects[0], foreign])
+    assert store.batched_contains(keys) == 0
+    store.batched_put(keys, objects)
+    assert store.batched_contains(keys) == 2
+
+
 def test_a_known_key_keeps_what_it_has() -> None:
     store = manager()
     first, second = filled(store, 1, 2)

@@ -202,7 +202,8 @@ impl LocalCpu {
         let mut state = self.0.state.lock();
         for (mut ticket, object) in sealed {
             let own = |ticket: &Ticket| std::ptr::eq(ticket.store.as_ptr(), Arc::as_ptr(&self.0));
-            let publishable = ticket.as_mut().filter(|ticket| own(ticket) && state.open);
+            let own = |ticket: &&mut Ticket| own(ticket) && object.is_of(&self.0.bank);
+            let publishable = ticket.as_mut().filter(own).filter(|_| state.open);
             match publishable.and_then(|ticket| ticket.reservation.take()) {
                 Some(reservation) => {
                     state.pending_bytes -= object.extent().len;
@@ -237,7 +238,19 @@ impl LocalCpu {
 
     /// Publishes a chunk that [`LocalCpu::allocate`] gave. A key that is known already keeps its bytes and
     /// only counts as used. Whether the chunk went in.
-    pub fn put(&self, namespace: &str, hash: ChunkHash, chunk: ChunkMut) -> bool {
+    ///
+    /// Memory of another pool is [`MemoryError::ForeignMemory`] and goes back there: its extent names other
+    /// bytes here.
+    pub fn put(
+        &self,
+        namespace: &str,
+        hash: ChunkHash,
+        mut chunk: ChunkMut,
+    ) -> Result<bool, MemoryError> {
+        if !self.owns(&chunk) {
+            return Err(MemoryError::ForeignMemory);
+        }
+        chunk.withdraw();
         let mut state = self.0.state.lock();
         let id = state.open.then(|| state.intern(namespace)).flatten();
         let key = id.map(|id| IndexKey {
@@ -248,11 +261,16 @@ impl LocalCpu {
         if let Some((key, Reserve::New(reservation))) = reserved {
             let object = chunk.seal(Some(key));
             state.index.publish(reservation, object);
-            return true;
+            return Ok(true);
         }
         drop(state);
         drop(chunk);
-        false
+        Ok(false)
+    }
+
+    /// Whether this pool gave the chunk.
+    pub fn owns(&self, chunk: &ChunkMut) -> bool {
+        chunk.is_of(&self.0.bank)
     }
 
     /// Finds the longest stored prefix and leases it under `lookup_id`, in place of what that id held before.
@@ -726,7 +744,8 @@ mod tests {
         let hash = hashes([9])[0];
         for (value, mut chunk) in chunks.drain(..).enumerate() {
             chunk.bytes_mut().fill(value as u8);
-            assert_eq!(cpu.put("ns", hash, chunk), value == 0);
+            let stored = cpu.put("ns", hash, chunk).expect("its own memory");
+            assert_eq!(stored, value == 0);
         }
         assert!(
             cpu.take("none", "ns", &[hash])[0]
@@ -738,6 +757,39 @@ mod tests {
     }
 
     #[test]
+    fn memory_of_another_pool_is_refused_at_every_door() {
+        let (cpu, other) = (store_of(4), store_of(4));
+        let chain = hashes([1]);
+        let foreign = other.allocate(&[PAGE_BYTES]).expect("room").remove(0);
+        let refused = cpu.put("ns", chain[0], foreign);
+        assert!(matches!(refused, Err(MemoryError::ForeignMemory)));
+        let reserved = other.reserve("ns", &chain, 0, |_| PAGE_BYTES);
+        let chunks = reserved.chunks.into_iter().map(|(_, chunk)| chunk);
+        cpu.commit("ns", &chain, chunks.collect());
+        for pool in [&cpu, &other] {
+            assert_eq!(pool.longest_prefix("ns", &chain), 0);
+            assert_books_balance(pool);
+        }
+        assert_eq!(
+            store(&cpu, &hashes(1..=4)),
+            4,
+            "every byte of it is its own"
+        );
+    }
+
+    #[test]
+    fn a_reserved_chunk_may_be_put_under_a_key_of_its_own() {
+        let cpu = store_of(4);
+        let chain = hashes([1, 2]);
+        let mut reserved = cpu.reserve("ns", &chain[..1], 0, |_| PAGE_BYTES);
+        let (_, chunk) = reserved.chunks.remove(0);
+        assert!(cpu.put("ns", chain[1], chunk).expect("its own memory"));
+        assert_eq!(cpu.longest_prefix("ns", &chain[1..]), 1);
+        assert_eq!(store(&cpu, &chain), 1);
+        assert_books_balance(&cpu);
+    }
+
+    #[test]
     fn many_namespaces_do_not_pile_up_and_never_mix() {
         let cpu = store_of(4);
         let chain = hashes([1]);
@@ -745,7 +797,8 @@ mod tests {
         for tenant in 0..10_000 {
             let chunk = cpu.allocate(&[1]).expect("evicts");
             let name = format!("tenant{tenant}");
-            cpu.put(&name, chain[0], chunk.into_iter().next().expect("one"));
+            let chunk = chunk.into_iter().next().expect("one");
+            assert!(cpu.put(&name, chain[0], chunk).expect("its own memory"));
             assert_eq!(cpu.longest_prefix(&name, &chain), 1);
         }
         assert_eq!(cpu.longest_prefix("tenant0", &chain), 0);

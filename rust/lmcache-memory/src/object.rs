@@ -106,6 +106,16 @@ impl ChunkMut {
         self.piece.len == 0
     }
 
+    /// Whether `bank` gave the bytes: only there may they be published, and go back to.
+    pub(crate) fn is_of(&self, bank: &Arc<Bank>) -> bool {
+        Arc::ptr_eq(&self.piece.bank, bank)
+    }
+
+    /// Gives up the reservation, if there is one; must not be called under the store's lock.
+    pub(crate) fn withdraw(&mut self) {
+        self.ticket = None;
+    }
+
     /// Seals the bytes: from here on they are shared and never change.
     pub(crate) fn seal(self, key: Option<IndexKey>) -> MemoryObj {
         MemoryObj(Arc::new(Sealed {
@@ -169,6 +179,11 @@ impl MemoryObj {
 
     pub(crate) fn key(&self) -> Option<&IndexKey> {
         self.0.key.as_ref()
+    }
+
+    /// Whether `bank` gave the bytes.
+    pub(crate) fn is_of(&self, bank: &Arc<Bank>) -> bool {
+        Arc::ptr_eq(&self.0.piece.bank, bank)
     }
 
     pub(crate) fn extent(&self) -> Extent {

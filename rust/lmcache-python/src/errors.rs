@@ -29,9 +29,9 @@ impl From<NativeError> for PyErr {
         match error {
             NativeError::Core(error) => PyValueError::new_err(error.to_string()),
             NativeError::Transfer(error) => PyValueError::new_err(error.to_string()),
-            NativeError::Memory(error @ MemoryError::TooSmall { .. }) => {
-                PyValueError::new_err(error.to_string())
-            }
+            NativeError::Memory(
+                error @ (MemoryError::TooSmall { .. } | MemoryError::ForeignMemory),
+            ) => PyValueError::new_err(error.to_string()),
             NativeError::Memory(error) => PyMemoryError::new_err(error.to_string()),
             NativeError::Lookup(error) => PyOSError::new_err(error),
             NativeError::Forked { made_in, used_in } => PyRuntimeError::new_err(format!(
