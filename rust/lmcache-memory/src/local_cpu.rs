@@ -463,7 +463,7 @@ impl State {
         if let Some(extent) = self.extents.alloc(len) {
             return Some(extent);
         }
-        if self.extents.rounded(len) > self.extents.capacity() {
+        if self.extents.rounded(len)? > self.extents.capacity() {
             return None;
         }
         let mut victims: Vec<(IndexKey, MemoryObj)> = Vec::new();

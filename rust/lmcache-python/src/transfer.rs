@@ -93,11 +93,7 @@ impl PagedCache {
     /// Bytes that a chunk of `num_tokens` takes in the stored form, over all layers.
     fn chunk_bytes(&self, num_tokens: usize) -> PyResult<usize> {
         let paged = self.0.get()?;
-        let layer_bytes = paged
-            .layout()
-            .layer_bytes(num_tokens)
-            .map_err(NativeError::from)?;
-        Ok(layer_bytes * paged.num_layers())
+        Ok(paged.chunk_bytes(num_tokens).map_err(NativeError::from)?)
     }
 
     /// Registered layers.

@@ -53,6 +53,9 @@ pub struct Loaded {
 
 impl Chunks<'_> {
     fn validate(&self, layout: &PagedLayout) -> Result<(), TransferError> {
+        if self.chunk_size == 0 {
+            return Err(TransferError::Plan(CoreError::ZeroChunkSize));
+        }
         let block_tokens = layout.block_tokens();
         let blocks_start_chunks = self.chunk_size.is_multiple_of(block_tokens);
         if matches!(self.placement, Placement::Blocks(_)) && !blocks_start_chunks {
@@ -122,11 +125,11 @@ pub fn store(
     }
     let hashes = &chunks.hashes[..num_placed];
     let layout = paged.layout();
-    let layer_bytes = |chunk| layout.layer_bytes(chunks.tokens_in(chunk));
+    let chunk_bytes = |chunk| paged.chunk_bytes(chunks.tokens_in(chunk));
     // The tail is the only chunk whose size may not suit the layout; asking it first leaves none half-way.
-    layer_bytes(num_placed - 1)?;
-    layer_bytes(0)?;
-    let len_of = |chunk| layer_bytes(chunk).unwrap_or(0) * paged.num_layers();
+    chunk_bytes(num_placed - 1)?;
+    chunk_bytes(0)?;
+    let len_of = |chunk| chunk_bytes(chunk).unwrap_or(0);
     let reserved = local_cpu.reserve(chunks.namespace, hashes, first, len_of);
     let refused_chunks = reserved
         .stopped_at
@@ -174,10 +177,7 @@ pub fn load(
     let objects = local_cpu.take(lookup_id, chunks.namespace, chunks.hashes);
     let layout = paged.layout();
     let fits = |(index, object): &(usize, MemoryObj)| {
-        let expected = layout
-            .layer_bytes(chunks.tokens_in(*index))
-            .map(|len| len * paged.num_layers());
-        expected == Ok(object.len())
+        paged.chunk_bytes(chunks.tokens_in(*index)) == Ok(object.len())
     };
     let objects: Vec<_> = objects.into_iter().enumerate().take_while(fits).collect();
     let mut loaded = Loaded {
@@ -255,7 +255,7 @@ fn require_size(
     found: usize,
 ) -> Result<(), TransferError> {
     let num_tokens = span.num_tokens;
-    let expected = paged.layout().layer_bytes(num_tokens)? * paged.num_layers();
+    let expected = paged.chunk_bytes(num_tokens)?;
     if found == expected {
         return Ok(());
     }
