@@ -9,14 +9,17 @@
 //! only wait can never starve those that store.
 
 use std::collections::HashSet;
+use std::mem;
+use std::ops::{Deref, DerefMut};
 use std::sync::{Arc, Weak};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use lmcache_core::extent::{Extent, Extents};
 use lmcache_core::hash::ChunkHash;
 use lmcache_core::hot_cache::{HotCache, IndexKey, Reservation, Reserve};
 use lmcache_core::key::{NamespaceId, Namespaces};
-use parking_lot::Mutex;
+use parking_lot::{Mutex, MutexGuard};
 
 use crate::error::MemoryError;
 use crate::lease::Leases;
@@ -29,7 +32,8 @@ pub struct LocalCpu(Arc<Shared>);
 
 #[derive(Debug)]
 pub(crate) struct Shared {
-    bank: Arc<Bank>,
+    /// Names the bank, also once it is closed; the memory itself is held by [`State::bank`].
+    bank: Weak<Bank>,
     capacity: u64,
     lease: Duration,
     state: Mutex<State>,
@@ -37,7 +41,11 @@ pub(crate) struct Shared {
 
 #[derive(Debug)]
 struct State {
-    open: bool,
+    /// There while the store is open. Taken by a close, so that the memory goes as soon as nobody reads it,
+    /// however long handles of the store itself are kept.
+    bank: Option<Arc<Bank>>,
+    /// A panic has left the books half-done; see [`Locked`].
+    broken: bool,
     extents: Extents,
     index: HotCache<MemoryObj>,
     namespaces: Namespaces,
@@ -60,9 +68,53 @@ impl Drop for Ticket {
         if let Some(reservation) = self.reservation.take()
             && let Some(store) = self.store.upgrade()
         {
-            let mut state = store.state.lock();
-            state.pending_bytes -= self.bytes;
-            state.index.abandon(reservation);
+            let mut state = store.lock();
+            if !state.broken {
+                state.pending_bytes -= self.bytes;
+                state.index.abandon(reservation);
+            }
+        }
+    }
+}
+
+impl Shared {
+    fn lock(&self) -> Locked<'_> {
+        Locked {
+            state: self.state.lock(),
+            in_panic: thread::panicking(),
+        }
+    }
+}
+
+/// The books under their lock. A panic under it closes the store for good.
+///
+/// What may be half-done then is the index, the free list and the counts. Nothing is read through them any
+/// more: no chunk is found, no extent given out, none evicted, so every later call is a miss. Chunks already
+/// handed out own their extents and their memory without the books, and stay as they are.
+struct Locked<'a> {
+    state: MutexGuard<'a, State>,
+    /// It was a panic elsewhere that led here, e.g. to the drop of a chunk.
+    in_panic: bool,
+}
+
+impl Deref for Locked<'_> {
+    type Target = State;
+
+    fn deref(&self) -> &State {
+        &self.state
+    }
+}
+
+impl DerefMut for Locked<'_> {
+    fn deref_mut(&mut self) -> &mut State {
+        &mut self.state
+    }
+}
+
+impl Drop for Locked<'_> {
+    fn drop(&mut self) {
+        if thread::panicking() && !self.in_panic {
+            self.state.broken = true;
         }
     }
 }
@@ -113,8 +165,11 @@ impl LocalCpu {
     pub fn new(capacity: u64, lease: Duration) -> Result<Self, MemoryError> {
         let region = Region::new(capacity)?;
         let extents = Extents::new(region.len() as u64, PAGE_BYTES as u64);
+        let len = region.len() as u64;
+        let bank = Arc::new(Bank::new(region));
         let state = State {
-            open: true,
+            bank: Some(Arc::clone(&bank)),
+            broken: false,
             extents,
             index: HotCache::new(),
             namespaces: Namespaces::default(),
@@ -123,8 +178,8 @@ impl LocalCpu {
             evicted_chunks: 0,
         };
         let shared = Shared {
-            capacity: region.len() as u64,
-            bank: Arc::new(Bank::new(region)),
+            capacity: len,
+            bank: Arc::downgrade(&bank),
             lease,
             state: Mutex::new(state),
         };
@@ -150,10 +205,11 @@ impl LocalCpu {
     ) -> Reserved {
         let mut garbage = Vec::new();
         let mut reserved = Reserved::default();
-        let mut state = self.0.state.lock();
-        state.settle(&self.0.bank, Instant::now(), &mut garbage);
-        let id = state.open.then(|| state.intern(namespace)).flatten();
-        let Some(id) = id else {
+        let mut state = self.0.lock();
+        state.settle(Instant::now(), &mut garbage);
+        let bank = state.open_bank();
+        let id = bank.as_ref().and_then(|_| state.intern(namespace));
+        let (Some(bank), Some(id)) = (bank, id) else {
             drop(state);
             reserved.stopped_at = Some(0);
             return reserved;
@@ -183,14 +239,14 @@ impl LocalCpu {
                 reservation: Some(reservation),
                 bytes: extent.len,
             };
-            let chunk = ChunkMut::new(Arc::clone(&self.0.bank), extent, len, Some(ticket));
+            let chunk = ChunkMut::new(Arc::clone(&bank), extent, len, Some(ticket));
             reserved.chunks.push((position, chunk));
         }
         if reserved.chunks.is_empty() {
             state.index.touch(id, hashes);
         }
         drop(state);
-        drop(garbage);
+        drop((garbage, bank));
         reserved
     }
 
@@ -199,11 +255,11 @@ impl LocalCpu {
     pub fn commit(&self, namespace: &str, hashes: &[ChunkHash], chunks: Vec<ChunkMut>) {
         let sealed: Vec<_> = chunks.into_iter().map(ChunkMut::seal_reserved).collect();
         let mut withdrawn = Vec::new();
-        let mut state = self.0.state.lock();
+        let mut state = self.0.lock();
         for (mut ticket, object) in sealed {
             let own = |ticket: &Ticket| std::ptr::eq(ticket.store.as_ptr(), Arc::as_ptr(&self.0));
             let own = |ticket: &&mut Ticket| own(ticket) && object.is_of(&self.0.bank);
-            let publishable = ticket.as_mut().filter(own).filter(|_| state.open);
+            let publishable = ticket.as_mut().filter(own).filter(|_| state.is_open());
             match publishable.and_then(|ticket| ticket.reservation.take()) {
                 Some(reservation) => {
                     state.pending_bytes -= object.extent().len;
@@ -223,16 +279,18 @@ impl LocalCpu {
     pub fn allocate(&self, lens: &[usize]) -> Option<Vec<ChunkMut>> {
         let mut garbage = Vec::new();
         let mut chunks = Vec::with_capacity(lens.len());
-        let mut state = self.0.state.lock();
-        state.settle(&self.0.bank, Instant::now(), &mut garbage);
+        let mut state = self.0.lock();
+        state.settle(Instant::now(), &mut garbage);
+        let bank = state.open_bank();
         state.index.begin_batch();
         for &len in lens {
-            let Some(extent) = state.open.then(|| state.alloc(len as u64)).flatten() else {
+            let Some((bank, extent)) = bank.as_ref().zip(state.alloc(len as u64)) else {
                 break;
             };
-            chunks.push(ChunkMut::new(Arc::clone(&self.0.bank), extent, len, None));
+            chunks.push(ChunkMut::new(Arc::clone(bank), extent, len, None));
         }
         drop(state);
+        drop((garbage, bank));
         (chunks.len() == lens.len()).then_some(chunks)
     }
 
@@ -251,8 +309,9 @@ impl LocalCpu {
             return Err(MemoryError::ForeignMemory);
         }
         chunk.withdraw();
-        let mut state = self.0.state.lock();
-        let id = state.open.then(|| state.intern(namespace)).flatten();
+        let mut state = self.0.lock();
+        let open = state.is_open();
+        let id = open.then(|| state.intern(namespace)).flatten();
         let key = id.map(|id| IndexKey {
             namespace: id,
             hash,
@@ -280,14 +339,14 @@ impl LocalCpu {
     pub fn lookup(&self, lookup_id: &str, namespace: &str, hashes: &[ChunkHash]) -> Hit {
         let now = Instant::now();
         let mut garbage = Vec::new();
-        let mut state = self.0.state.lock();
-        state.settle(&self.0.bank, now, &mut garbage);
+        let mut state = self.0.lock();
+        state.settle(now, &mut garbage);
         state.leases.end(lookup_id, &mut garbage);
         let mut hit = Hit {
             num_chunks: 0,
             lease: Duration::ZERO,
         };
-        if let Some(id) = state.namespaces.get(namespace).filter(|_| state.open) {
+        if let Some(id) = state.namespaces.get(namespace).filter(|_| state.is_open()) {
             let mut objects = Vec::with_capacity(hashes.len());
             let mut held = state.leases.distinct_bytes();
             let limit = self.0.capacity / 2;
@@ -316,9 +375,9 @@ impl LocalCpu {
     pub fn take(&self, lookup_id: &str, namespace: &str, hashes: &[ChunkHash]) -> Vec<MemoryObj> {
         let mut garbage = Vec::new();
         let mut taken = Vec::with_capacity(hashes.len());
-        let mut state = self.0.state.lock();
+        let mut state = self.0.lock();
         state.leases.end(lookup_id, &mut garbage);
-        if let Some(id) = state.namespaces.get(namespace).filter(|_| state.open) {
+        if let Some(id) = state.namespaces.get(namespace).filter(|_| state.is_open()) {
             for (position, &hash) in hashes.iter().enumerate() {
                 let key = IndexKey {
                     namespace: id,
@@ -340,8 +399,9 @@ impl LocalCpu {
 
     /// The objects of the longest stored prefix; its recency stays as it is.
     pub fn get(&self, namespace: &str, hashes: &[ChunkHash]) -> Vec<MemoryObj> {
-        let state = self.0.state.lock();
-        let Some(id) = state.namespaces.get(namespace) else {
+        let state = self.0.lock();
+        let id = state.namespaces.get(namespace);
+        let Some(id) = id.filter(|_| state.is_open()) else {
             return Vec::new();
         };
         let object = |&hash| {
@@ -359,22 +419,23 @@ impl LocalCpu {
     /// Gives back what `lookup_id` leases. Whether it leased anything.
     pub fn release(&self, lookup_id: &str) -> bool {
         let mut garbage = Vec::new();
-        self.0.state.lock().leases.end(lookup_id, &mut garbage)
+        self.0.lock().leases.end(lookup_id, &mut garbage)
     }
 
     /// Length of the longest stored prefix; nothing is leased, but it counts as used.
     pub fn longest_prefix(&self, namespace: &str, hashes: &[ChunkHash]) -> usize {
-        let mut state = self.0.state.lock();
+        let mut state = self.0.lock();
         match state.namespaces.get(namespace) {
-            Some(id) if state.open => state.index.longest_prefix(id, hashes, |_| true),
+            Some(id) if state.is_open() => state.index.longest_prefix(id, hashes, |_| true),
             _ => 0,
         }
     }
 
     /// Removes one chunk from the index, e.g. because it could not be loaded. Whether it was there.
     pub fn remove(&self, namespace: &str, hash: ChunkHash) -> bool {
-        let mut state = self.0.state.lock();
+        let mut state = self.0.lock();
         let id = state.namespaces.get(namespace);
+        let id = id.filter(|_| state.is_open());
         let removed = id.and_then(|id| {
             state.index.remove(&IndexKey {
                 namespace: id,
@@ -388,35 +449,52 @@ impl LocalCpu {
     /// Removes every published chunk; leased ones live on until their last handle goes. How many there were.
     pub fn clear(&self) -> usize {
         let mut removed = Vec::new();
-        let mut state = self.0.state.lock();
-        state
-            .index
-            .retain(|_, _| false, |_, object| removed.push(object));
+        let mut state = self.0.lock();
+        if state.is_open() {
+            state
+                .index
+                .retain(|_, _| false, |_, object| removed.push(object));
+        }
         drop(state);
         removed.len()
     }
 
     /// Empties the store for good: later calls store nothing and find nothing. Idempotent.
+    ///
+    /// The memory is given back to the system here, unless a chunk is still read or written: then with it.
     pub fn close(&self) {
         let mut garbage = Vec::new();
-        let mut state = self.0.state.lock();
-        state.open = false;
+        let mut state = self.0.lock();
+        let bank = state.bank.take();
+        let broken = state.broken.then(|| {
+            // Not walked: its links may lead anywhere.
+            let index = mem::take(&mut state.index);
+            (index, mem::take(&mut state.leases))
+        });
         state
             .index
             .retain(|_, _| false, |_, object| garbage.push(object));
         state.leases.end_all(&mut garbage);
         drop(state);
+        drop((garbage, broken, bank));
     }
 
     /// Walks the books. O(entries): for tests and operators, not for a hot path.
     pub fn audit(&self) -> Audit {
         let mut garbage = Vec::new();
-        let mut state = self.0.state.lock();
-        state.settle(&self.0.bank, Instant::now(), &mut garbage);
+        let mut state = self.0.lock();
+        state.settle(Instant::now(), &mut garbage);
         drop(state);
         drop(garbage);
-        let mut state = self.0.state.lock();
-        state.take_back(&self.0.bank);
+        let bank = self.0.bank.upgrade();
+        let mut state = self.0.lock();
+        if !state.broken {
+            match &bank {
+                Some(bank) => state.take_back(bank),
+                // Closed, and the last chunk is gone: all that was out has come back, and left with the rest.
+                None => state.extents = Extents::new(self.0.capacity, PAGE_BYTES as u64),
+            }
+        }
         let mut audit = Audit {
             capacity_bytes: self.0.capacity,
             free_bytes: state.extents.free_bytes(),
@@ -433,15 +511,27 @@ impl LocalCpu {
                 audit.leased_bytes += object.extent_bytes();
             }
         }
+        drop(state);
+        drop(bank);
         audit
     }
 }
 
 impl State {
+    fn is_open(&self) -> bool {
+        self.bank.is_some() && !self.broken
+    }
+
+    fn open_bank(&self) -> Option<Arc<Bank>> {
+        self.bank.clone().filter(|_| !self.broken)
+    }
+
     /// Brings in what happened outside: extents that came back, leases whose time is up.
-    fn settle(&mut self, bank: &Bank, now: Instant, garbage: &mut Vec<MemoryObj>) {
-        self.take_back(bank);
-        self.leases.expire(now, garbage);
+    fn settle(&mut self, now: Instant, garbage: &mut Vec<MemoryObj>) {
+        if let Some(bank) = self.open_bank() {
+            self.take_back(&bank);
+            self.leases.expire(now, garbage);
+        }
     }
 
     fn take_back(&mut self, bank: &Bank) {
@@ -530,7 +620,7 @@ mod tests {
             (audit.leased_bytes, audit.reserved_bytes, audit.num_leases),
             (0, 0, 0)
         );
-        assert_eq!(cpu.0.state.lock().leases.distinct_bytes(), 0);
+        assert_eq!(cpu.0.lock().leases.distinct_bytes(), 0);
     }
 
     #[test]
@@ -787,6 +877,46 @@ mod tests {
         assert_eq!(cpu.longest_prefix("ns", &chain[1..]), 1);
         assert_eq!(store(&cpu, &chain), 1);
         assert_books_balance(&cpu);
+    }
+
+    #[test]
+    fn a_close_gives_the_memory_back_though_handles_of_the_store_live() {
+        let cpu = store_of(4);
+        let (clone, chain) = (cpu.clone(), hashes([1]));
+        store(&cpu, &chain);
+        let held = cpu.get("ns", &chain);
+        cpu.close();
+        assert!(held[0].bytes().iter().all(|&byte| byte == 1), "still read");
+        assert!(cpu.0.bank.upgrade().is_some());
+        drop(held);
+        assert!(cpu.0.bank.upgrade().is_none());
+        assert_books_balance(&clone);
+    }
+
+    #[test]
+    fn a_panic_in_the_books_closes_the_store_and_harms_nobody() {
+        let cpu = store_of(4);
+        let chain = hashes([1, 2]);
+        store(&cpu, &chain);
+        cpu.lookup("r", "ns", &chain);
+        let held = cpu.get("ns", &chain);
+        let reserved = cpu.reserve("ns", &hashes([3]), 0, |_| PAGE_BYTES);
+        let panics = || cpu.reserve("ns", &hashes([4]), 0, |_| panic!("in the books"));
+        assert!(std::panic::catch_unwind(std::panic::AssertUnwindSafe(panics)).is_err());
+        drop(reserved);
+        assert_eq!(cpu.longest_prefix("ns", &chain), 0);
+        assert_eq!(cpu.lookup("r", "ns", &chain).num_chunks, 0);
+        assert!(cpu.get("ns", &chain).is_empty());
+        assert!(cpu.take("r", "ns", &chain).is_empty());
+        assert_eq!(store(&cpu, &chain), 0);
+        assert!(cpu.allocate(&[1]).is_none());
+        assert!(!cpu.remove("ns", chain[0]));
+        assert_eq!(cpu.clear(), 0);
+        assert!(held[1].bytes().iter().all(|&byte| byte == 2));
+        cpu.audit();
+        drop(held);
+        cpu.close();
+        assert!(cpu.0.bank.upgrade().is_none(), "the memory is given back");
     }
 
     #[test]

@@ -8,9 +8,10 @@
 //! The bytes of an object go back by themselves when its last handle is dropped; there is no count to keep.
 
 use std::fmt;
+use std::ptr;
 use std::slice;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Weak};
 
 use lmcache_core::extent::Extent;
 use lmcache_core::hot_cache::IndexKey;
@@ -107,8 +108,8 @@ impl ChunkMut {
     }
 
     /// Whether `bank` gave the bytes: only there may they be published, and go back to.
-    pub(crate) fn is_of(&self, bank: &Arc<Bank>) -> bool {
-        Arc::ptr_eq(&self.piece.bank, bank)
+    pub(crate) fn is_of(&self, bank: &Weak<Bank>) -> bool {
+        ptr::eq(Arc::as_ptr(&self.piece.bank), bank.as_ptr())
     }
 
     /// Gives up the reservation, if there is one; must not be called under the store's lock.
@@ -182,8 +183,8 @@ impl MemoryObj {
     }
 
     /// Whether `bank` gave the bytes.
-    pub(crate) fn is_of(&self, bank: &Arc<Bank>) -> bool {
-        Arc::ptr_eq(&self.0.piece.bank, bank)
+    pub(crate) fn is_of(&self, bank: &Weak<Bank>) -> bool {
+        ptr::eq(Arc::as_ptr(&self.0.piece.bank), bank.as_ptr())
     }
 
     pub(crate) fn extent(&self) -> Extent {
