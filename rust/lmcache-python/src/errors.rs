@@ -18,6 +18,8 @@ pub(crate) enum NativeError {
         made_in: u32,
         used_in: u32,
     },
+    /// A panic, with its text.
+    Panicked(String),
     /// A chunk handle was given away and is used again.
     Spent(&'static str),
     /// An argument has the right type and a wrong value.
@@ -37,6 +39,9 @@ impl From<NativeError> for PyErr {
             NativeError::Forked { made_in, used_in } => PyRuntimeError::new_err(format!(
                 "this handle was made in process {made_in} and is used in its fork {used_in}; make a new one here, \
                  or start the process with the spawn method"
+            )),
+            NativeError::Panicked(text) => PyRuntimeError::new_err(format!(
+                "internal error of lmcache_rs, please report it: {text}"
             )),
             NativeError::Spent(what) => PyRuntimeError::new_err(what),
             NativeError::Argument(error) => PyValueError::new_err(error),

@@ -15,7 +15,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 
 use crate::errors::NativeError;
-use crate::gate::{Owned, enter};
+use crate::gate::{Owned, caught, enter};
 use crate::token::{chunk_hash, packed_hashes};
 
 /// The L1 store.
@@ -61,7 +61,8 @@ impl LocalCpu {
 
     /// Gives back what `lookup_id` leases; whether it leased anything.
     fn release(&self, lookup_id: &str) -> PyResult<bool> {
-        Ok(self.store()?.release(lookup_id))
+        let store = self.store()?;
+        Ok(caught(|| Ok::<_, NativeError>(store.release(lookup_id)))?)
     }
 
     /// Length of the longest stored prefix, in chunks; nothing is leased.
@@ -102,10 +103,9 @@ impl LocalCpu {
         let hash = chunk_hash(hash, "hash")?;
         memory_obj.require_puttable(store)?;
         let chunk = memory_obj.take_writable()?;
-        let stored = store
-            .put(namespace, hash, chunk)
-            .map_err(NativeError::from)?;
-        if let Some(object) = store.get(namespace, &[hash]).into_iter().next() {
+        let stored = caught(|| store.put(namespace, hash, chunk))?;
+        let published = caught(|| Ok::<_, NativeError>(store.get(namespace, &[hash])))?;
+        if let Some(object) = published.into_iter().next() {
             *memory_obj.0.lock() = State::Sealed(object);
         }
         Ok(stored)
@@ -127,7 +127,10 @@ impl LocalCpu {
     /// Removes one chunk; whether it was there.
     fn remove(&self, namespace: &str, hash: &[u8]) -> PyResult<bool> {
         let hash = chunk_hash(hash, "hash")?;
-        Ok(self.store()?.remove(namespace, hash))
+        let store = self.store()?;
+        Ok(caught(|| {
+            Ok::<_, NativeError>(store.remove(namespace, hash))
+        })?)
     }
 
     /// Removes every chunk; how many there were.
