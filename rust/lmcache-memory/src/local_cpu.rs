@@ -283,11 +283,10 @@ impl LocalCpu {
         state.settle(Instant::now(), &mut garbage);
         let bank = state.open_bank();
         state.index.begin_batch();
-        for &len in lens {
-            let Some((bank, extent)) = bank.as_ref().zip(state.alloc(len as u64)) else {
-                break;
-            };
-            chunks.push(ChunkMut::new(Arc::clone(bank), extent, len, None));
+        let extents = bank.as_ref().and_then(|_| state.alloc_all(lens));
+        if let Some((bank, extents)) = bank.as_ref().zip(extents) {
+            let chunk = |(extent, &len)| ChunkMut::new(Arc::clone(bank), extent, len, None);
+            chunks.extend(extents.into_iter().zip(lens).map(chunk));
         }
         drop(state);
         drop((garbage, bank));
@@ -373,12 +372,24 @@ impl LocalCpu {
     /// Takes what `lookup_id` leases, as far as it is the chain `hashes`; what the lease does not cover is
     /// taken from the index. Ends at the first chunk that is in neither.
     pub fn take(&self, lookup_id: &str, namespace: &str, hashes: &[ChunkHash]) -> Vec<MemoryObj> {
+        self.take_from(0, lookup_id, namespace, hashes)
+    }
+
+    /// As [`LocalCpu::take`], but from the chunk at `first` on: those before it need not be there.
+    pub fn take_from(
+        &self,
+        first: usize,
+        lookup_id: &str,
+        namespace: &str,
+        hashes: &[ChunkHash],
+    ) -> Vec<MemoryObj> {
         let mut garbage = Vec::new();
         let mut taken = Vec::with_capacity(hashes.len());
         let mut state = self.0.lock();
         state.leases.end(lookup_id, &mut garbage);
         if let Some(id) = state.namespaces.get(namespace).filter(|_| state.is_open()) {
-            for (position, &hash) in hashes.iter().enumerate() {
+            // A lease holds a chain from its first chunk on, so positions there are those in `hashes`.
+            for (position, &hash) in hashes.iter().enumerate().skip(first) {
                 let key = IndexKey {
                     namespace: id,
                     hash,
@@ -550,30 +561,66 @@ impl State {
 
     /// Finds room, evicting what may go; if even that does not help, everything stays.
     fn alloc(&mut self, len: u64) -> Option<Extent> {
-        if let Some(extent) = self.extents.alloc(len) {
-            return Some(extent);
+        let mut victims = Vec::new();
+        let extent = self.make_room(len, &mut victims);
+        self.settle_victims(victims, extent.is_some());
+        extent
+    }
+
+    /// Finds room for all of them; if it does not suffice, everything stays.
+    fn alloc_all(&mut self, lens: &[usize]) -> Option<Vec<Extent>> {
+        let mut asked = 0u64;
+        for &len in lens {
+            asked = asked.checked_add(self.extents.rounded(len as u64)?)?;
         }
+        if asked > self.extents.capacity() {
+            return None;
+        }
+        let mut victims = Vec::new();
+        let mut extents = Vec::with_capacity(lens.len());
+        for &len in lens {
+            match self.make_room(len as u64, &mut victims) {
+                Some(extent) => extents.push(extent),
+                None => break,
+            }
+        }
+        let complete = extents.len() == lens.len();
+        if !complete {
+            for extent in extents.drain(..) {
+                self.extents.free(extent);
+            }
+        }
+        self.settle_victims(victims, complete);
+        complete.then_some(extents)
+    }
+
+    /// Takes an extent, moving what has to go for it to `victims`.
+    fn make_room(&mut self, len: u64, victims: &mut Vec<(IndexKey, MemoryObj)>) -> Option<Extent> {
         if self.extents.rounded(len)? > self.extents.capacity() {
             return None;
         }
-        let mut victims: Vec<(IndexKey, MemoryObj)> = Vec::new();
         loop {
-            let Some((key, object)) = self.index.evict(MemoryObj::is_sole_owner) else {
-                for (key, object) in victims.into_iter().rev() {
-                    self.extents.claim(object.extent());
-                    self.index.restore(key, object);
-                }
-                return None;
-            };
-            self.extents.free(object.extent());
-            victims.push((key, object));
             if let Some(extent) = self.extents.alloc(len) {
-                self.evicted_chunks += victims.len() as u64;
-                for (_, object) in victims {
-                    object.into_extent();
-                }
                 return Some(extent);
             }
+            let (key, object) = self.index.evict(MemoryObj::is_sole_owner)?;
+            self.extents.free(object.extent());
+            victims.push((key, object));
+        }
+    }
+
+    /// Lets the victims go for good, or puts them back in the order in which they were.
+    fn settle_victims(&mut self, victims: Vec<(IndexKey, MemoryObj)>, gone: bool) {
+        if gone {
+            self.evicted_chunks += victims.len() as u64;
+            for (_, object) in victims {
+                object.into_extent();
+            }
+            return;
+        }
+        for (key, object) in victims.into_iter().rev() {
+            self.extents.claim(object.extent());
+            self.index.restore(key, object);
         }
     }
 }
@@ -844,6 +891,42 @@ mod tests {
                 .all(|&byte| byte == 0)
         );
         assert_books_balance(&cpu);
+    }
+
+    #[test]
+    fn a_refused_allocation_evicts_nothing() {
+        let cpu = store_of(4);
+        let chain = hashes(1..=4);
+        store(&cpu, &chain);
+        assert!(cpu.allocate(&[PAGE_BYTES; 5]).is_none());
+        assert!(cpu.allocate(&[PAGE_BYTES, usize::MAX]).is_none());
+        let held = cpu.take("none", "ns", &hashes([3]));
+        assert!(cpu.allocate(&[PAGE_BYTES; 4]).is_none());
+        assert!(cpu.allocate(&[PAGE_BYTES, 3 * PAGE_BYTES]).is_none());
+        assert_eq!(cpu.longest_prefix("ns", &chain), 4);
+        assert_eq!(cpu.audit().evicted_chunks, 0);
+        drop(held);
+        for (object, hash) in cpu.get("ns", &chain).iter().zip(&chain) {
+            assert!(object.bytes().iter().all(|&byte| byte == hash.0[0]));
+        }
+        assert_books_balance(&cpu);
+        assert_eq!(cpu.allocate(&[PAGE_BYTES; 4]).map(|all| all.len()), Some(4));
+        assert_books_balance(&cpu);
+    }
+
+    #[test]
+    fn chunks_that_are_not_asked_for_need_not_be_there() {
+        let cpu = store_of(8);
+        let chain = hashes(1..=4);
+        store(&cpu, &chain);
+        cpu.lookup("r", "ns", &chain);
+        cpu.remove("ns", chain[3]);
+        let leased = cpu.take_from(2, "r", "ns", &chain);
+        let firsts: Vec<u8> = leased.iter().map(|object| object.bytes()[0]).collect();
+        assert_eq!(firsts, [3, 4], "the lease holds the last one still");
+        cpu.remove("ns", chain[0]);
+        assert_eq!(cpu.take_from(1, "r", "ns", &chain).len(), 2);
+        assert_eq!(cpu.take("r", "ns", &chain).len(), 0);
     }
 
     #[test]

@@ -165,7 +165,7 @@ pub fn store(
 
 /// Writes the tokens `skip..` of the chunks into the engine's cache, from what `lookup_id` leases.
 ///
-/// Ends at the first chunk that is not stored. The lease is given back.
+/// Ends at the first chunk that is not stored; those wholly below `skip` need not be. The lease is given back.
 pub fn load(
     local_cpu: &LocalCpu,
     paged: &Arc<PagedCache>,
@@ -174,12 +174,14 @@ pub fn load(
     skip: usize,
 ) -> Result<Loaded, TransferError> {
     chunks.validate(paged.layout())?;
-    let objects = local_cpu.take(lookup_id, chunks.namespace, chunks.hashes);
+    // The engine has what lies below `skip`, so it need not be stored.
+    let first = skip / chunks.chunk_size;
+    let objects = local_cpu.take_from(first, lookup_id, chunks.namespace, chunks.hashes);
     let layout = paged.layout();
     let fits = |(index, object): &(usize, MemoryObj)| {
         paged.chunk_bytes(chunks.tokens_in(*index)) == Ok(object.len())
     };
-    let objects: Vec<_> = objects.into_iter().enumerate().take_while(fits).collect();
+    let objects: Vec<_> = (first..).zip(objects).take_while(fits).collect();
     let mut loaded = Loaded {
         end: skip,
         ..Loaded::default()
@@ -437,6 +439,21 @@ mod tests {
         cpu.remove("ns", hashes[1]);
         let loaded = load(&cpu, &engine.paged, "r", &request, 0).expect("loads");
         assert_eq!((loaded.end, loaded.tokens), (8, 8));
+    }
+
+    #[test]
+    fn what_the_engine_has_need_not_be_stored() {
+        let engine = opaque();
+        let (cpu, hashes) = (pool(), hashes(3));
+        let request = chunks(&hashes, 24, Placement::Blocks(&[0, 1, 2, 3, 4, 5]));
+        store(&cpu, &engine.paged, &request, 1).expect("stores");
+        let loaded = |skip| load(&cpu, &engine.paged, "r", &request, skip).expect("loads");
+        assert_eq!((loaded(0).end, loaded(0).tokens), (0, 0));
+        assert_eq!((loaded(CHUNK).end, loaded(CHUNK).tokens), (24, 16));
+        let inside = CHUNK + BLOCK;
+        assert_eq!((loaded(inside).end, loaded(inside).tokens), (24, 12));
+        assert_eq!((loaded(24).end, loaded(24).tokens), (24, 0));
+        assert_eq!((loaded(99).end, loaded(99).tokens), (99, 0));
     }
 
     #[test]
