@@ -346,6 +346,9 @@ impl LocalCpu {
             lease: Duration::ZERO,
         };
         if let Some(id) = state.namespaces.get(namespace).filter(|_| state.is_open()) {
+            // No chain is longer than what is stored, unless it repeats itself.
+            let longest = state.leases.room().min(state.index.num_resident());
+            let hashes = &hashes[..hashes.len().min(longest)];
             let mut objects = Vec::with_capacity(hashes.len());
             let mut held = state.leases.distinct_bytes();
             let limit = self.0.capacity / 2;
@@ -437,7 +440,10 @@ impl LocalCpu {
     pub fn longest_prefix(&self, namespace: &str, hashes: &[ChunkHash]) -> usize {
         let mut state = self.0.lock();
         match state.namespaces.get(namespace) {
-            Some(id) if state.is_open() => state.index.longest_prefix(id, hashes, |_| true),
+            Some(id) if state.is_open() => {
+                let longest = hashes.len().min(state.index.num_resident());
+                state.index.longest_prefix(id, &hashes[..longest], |_| true)
+            }
             _ => 0,
         }
     }
@@ -927,6 +933,25 @@ mod tests {
         cpu.remove("ns", chain[0]);
         assert_eq!(cpu.take_from(1, "r", "ns", &chain).len(), 2);
         assert_eq!(cpu.take("r", "ns", &chain).len(), 0);
+    }
+
+    #[test]
+    fn strangers_cannot_make_leases_grow_without_end() {
+        let cpu = store_of(8);
+        let chain = hashes([1, 2]);
+        store(&cpu, &chain);
+        cpu.lookup("first", "ns", &chain);
+        let repeated = vec![chain[0]; 100_000];
+        assert!(cpu.lookup("r", "ns", &repeated).num_chunks <= 2);
+        for id in 0..20_000 {
+            cpu.lookup(&id.to_string(), "ns", &chain);
+        }
+        assert_eq!(cpu.audit().num_leases, 16_384);
+        assert_eq!(cpu.lookup("late", "ns", &chain).num_chunks, 0);
+        assert_eq!(cpu.lookup("first", "ns", &chain).num_chunks, 2, "renewed");
+        cpu.release("r");
+        assert_eq!(cpu.lookup("late", "ns", &chain).num_chunks, 2);
+        assert_eq!(cpu.longest_prefix("ns", &repeated), 2);
     }
 
     #[test]
