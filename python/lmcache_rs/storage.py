@@ -374,13 +374,24 @@ class StorageManager:
     ) -> None:
         """Seals the objects and publishes each under its key. A known key keeps what it has.
 
+        All objects are checked before the first is put, so that an error leaves none of them stored.
+
         Raises:
-            ValueError: Not as many objects as keys, or of another form than the namespace's.
+            ValueError: Not as many objects as keys, of another form than the namespace's, or
+                memory of another pool.
             BufferError: A memoryview or tensor of an object could still write to it.
-            RuntimeError: An object was put before.
+            RuntimeError: An object was put before, or is given twice.
         """
+        if len(keys) != len(memory_objs):
+            raise ValueError(
+                f"{len(keys)} keys for {len(memory_objs)} memory objects; give one object a key"
+            )
+        for backend in self.backends.values():
+            backend.local_cpu.require_puttable(memory_objs)
+        forms = dict(self._forms)
         for key, memory_obj in zip(keys, memory_objs, strict=True):
-            self._learn_form(key.namespace, memory_obj)
+            self._learn_form(forms, key.namespace, memory_obj)
+        self._forms = forms
         for key, memory_obj in zip(keys, memory_objs, strict=True):
             for backend in self.backends.values():
                 backend.submit_put_task(key, memory_obj)
@@ -398,17 +409,19 @@ class StorageManager:
         ]
         return [*described, *([None] * (len(keys) - gap))]
 
-    def _learn_form(self, namespace: str, memory_obj: _native.MemoryObj) -> None:
+    def _learn_form(
+        self, forms: dict[str, StoredForm], namespace: str, memory_obj: _native.MemoryObj
+    ) -> None:
         metadata = getattr(memory_obj, "metadata", None)
         if metadata is None:
             return
-        form, known = metadata.form(), self._forms.get(namespace, self._form)
+        form, known = metadata.form(), forms.get(namespace, self._form)
         if known not in (None, form):
             raise ValueError(
                 f"a memory object is {form}, but this namespace holds {known}; "
                 "put it under a key that names its form"
             )
-        self._forms[namespace] = form
+        forms[namespace] = form
 
     def _described(self, namespace: str, raw: _native.MemoryObj) -> MemoryObj:
         """The object with the metadata of its namespace, as far as they are known."""

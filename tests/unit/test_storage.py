@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 
+import numpy as np
 import pytest
 import torch
 
@@ -67,6 +68,35 @@ def test_memory_is_put_once_and_not_under_a_writer() -> None:
     store.batched_put([key(1)], [memory_obj])
     with pytest.raises(RuntimeError, match="put or released before"):
         store.batched_put([key(2)], [memory_obj])
+
+
+def test_memory_of_another_pool_is_refused_and_stays_writable() -> None:
+    home, other = _native.LocalCpu(4 * PAGE, 1000), _native.LocalCpu(4 * PAGE, 1000)
+    (memory_obj,) = home.allocate([PAGE]) or []
+    with pytest.raises(ValueError, match="another pool"):
+        other.put("ns", bytes(32), memory_obj)
+    assert other.audit()["free_bytes"] == 4 * PAGE
+    assert home.put("ns", bytes(32), memory_obj)
+
+
+def test_a_batch_is_put_whole_or_not_at_all() -> None:
+    store = manager()
+    objects = filled(store, 1, 2)
+    exported = memoryview(objects[1])
+    keys = [key(1), key(2)]
+    with pytest.raises(BufferError, match="exported"):
+        store.batched_put(keys, objects)
+    exported.release()
+    with pytest.raises(ValueError, match="2 keys for 1"):
+        store.batched_put(keys, objects[:1])
+    with pytest.raises(RuntimeError, match="twice"):
+        store.batched_put(keys, [objects[0], objects[0]])
+    (foreign,) = filled(manager(), 3)
+    with pytest.raises(ValueError, match="another pool"):
+        store.batched_put(keys, [objects[0], foreign])
+    assert store.batched_contains(keys) == 0
+    store.batched_put(keys, objects)
+    assert store.batched_contains(keys) == 2
 
 
 def test_a_known_key_keeps_what_it_has() -> None:
@@ -154,6 +184,54 @@ def test_wrong_hashes_are_refused_with_their_length() -> None:
             verb("ns", bytes(33))
     with pytest.raises(ValueError, match="hash must be 32 bytes"):
         pool.remove("ns", b"")
+
+
+def test_sizes_beyond_all_memory_are_refused_and_leave_the_books_alone() -> None:
+    pool = _native.LocalCpu(8 * PAGE, 1000)
+    for nbytes in (2**64 - 1, 2**64 - 4095, 2**63, 2**40):
+        assert pool.allocate([nbytes]) is None
+    assert pool.audit()["free_bytes"] == 8 * PAGE
+    cache = torch.zeros(2, dtype=torch.uint8)
+    size = {"block_tokens": 1, "block_bytes": 1, "block_stride": 1}
+    paged = _native.PagedCache.opaque([(cache.data_ptr(), 2)] * 2, 2, keep_alive=cache, **size)
+    with pytest.raises(ValueError, match="address"):
+        paged.chunk_bytes(2**63)
+    size["block_stride"] = 2**62
+    with pytest.raises(ValueError, match="address"):
+        _native.PagedCache.opaque([(4096, 2**63)], 2**62, keep_alive=cache, **size)
+    for slots in ([2**63 - 1] * 2, [2**63 - 2, 2**63 - 1]):
+        with pytest.raises(ValueError, match="outside the registered cache"):
+            where = {"chunk_size": 2, "num_tokens": 2, "slots": slots}
+            _native.store(pool, paged, "ns", bytes(32), **where)  # type: ignore[arg-type]
+
+
+def test_arrays_of_another_byte_order_are_refused() -> None:
+    for order, dtype in ((">", "i4"), (">", "i8"), (">", "u4")):
+        swapped = np.arange(32).astype(order + dtype)
+        with pytest.raises(ValueError, match="byte order"):
+            _native.Chain(16, bytes(32)).extend(swapped)
+    assert _native.Chain(16, bytes(32)).extend(np.arange(32, dtype="<i4")) == 2
+    pool, cache = _native.LocalCpu(8 * PAGE, 1000), torch.zeros(32, dtype=torch.uint8)
+    size = {"block_tokens": 1, "block_bytes": 1, "block_stride": 1}
+    paged = _native.PagedCache.opaque([(cache.data_ptr(), 32)], 32, keep_alive=cache, **size)
+    where = {"chunk_size": 16, "num_tokens": 16, "slots": np.arange(16).astype(">i8")}
+    with pytest.raises(ValueError, match="byte order"):
+        _native.store(pool, paged, "ns", bytes(32), **where)  # type: ignore[arg-type]
+
+
+def _shmem_mib() -> int:
+    with open("/proc/self/status") as status:
+        line = next(line for line in status if line.startswith("RssShmem"))
+    return int(line.split()[1]) // 1024
+
+
+def test_a_close_gives_the_memory_back_at_once() -> None:
+    before = _shmem_mib()
+    pool = _native.LocalCpu(64 * 2**20, 1000)
+    assert _shmem_mib() - before >= 60
+    pool.close()
+    assert _shmem_mib() - before < 5
+    assert pool.audit()["cached_bytes"] == 0
 
 
 def test_every_handle_raises_in_a_fork_and_dies_there_in_silence() -> None:

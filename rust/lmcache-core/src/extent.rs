@@ -44,9 +44,9 @@ impl Extents {
         self.capacity
     }
 
-    /// Bytes an allocation of `len` takes.
-    pub fn rounded(&self, len: u64) -> u64 {
-        len.max(1).next_multiple_of(self.alignment)
+    /// Bytes an allocation of `len` takes; `None` beyond what 64 bits can count.
+    pub fn rounded(&self, len: u64) -> Option<u64> {
+        len.max(1).checked_next_multiple_of(self.alignment)
     }
 
     /// Free bytes, summed over the list of extents.
@@ -63,7 +63,7 @@ impl Extents {
 
     /// Takes the smallest free extent that holds `len` bytes, the lowest of equals; `None` when none does.
     pub fn alloc(&mut self, len: u64) -> Option<Extent> {
-        let len = self.rounded(len);
+        let len = self.rounded(len)?;
         let &(found_len, offset) = self.by_len.range((len, 0)..).next()?;
         self.remove(Extent {
             offset,
@@ -255,6 +255,15 @@ mod tests {
                 len: 4096
             })
         );
+    }
+
+    #[test]
+    fn sizes_beyond_all_memory_find_no_place() {
+        let mut extents = Extents::new(10_000, 4096);
+        for len in [u64::MAX, u64::MAX - 4095, 1 << 63] {
+            assert_eq!(extents.alloc(len), None);
+        }
+        assert_eq!(extents.free_bytes(), 8192);
     }
 
     #[test]

@@ -222,6 +222,8 @@ fn decode(text: &str) -> Result<String, &'static str> {
 pub struct Namespaces {
     ids: HashMap<Box<str>, NamespaceId>,
     next: u32,
+    /// Survivors of the last sweep.
+    kept: usize,
 }
 
 /// Namespaces kept before those without entries are forgotten.
@@ -246,12 +248,14 @@ impl Namespaces {
 
     /// Whether it is time for [`Namespaces::forget_all_but`]: requests may carry any number of tags.
     pub fn is_crowded(&self) -> bool {
-        self.ids.len() > MAX_IDLE_NAMESPACES
+        // A sweep walks every entry, so it waits until the namespaces have doubled: no put pays for it twice.
+        self.ids.len() > MAX_IDLE_NAMESPACES.max(2 * self.kept)
     }
 
     /// Forgets every namespace that is not in use.
     pub fn forget_all_but(&mut self, in_use: &HashSet<NamespaceId>) {
         self.ids.retain(|_, id| in_use.contains(id));
+        self.kept = self.ids.len();
     }
 }
 
@@ -361,5 +365,20 @@ mod tests {
         namespaces.forget_all_but(&HashSet::new());
         assert_eq!(namespaces.get("a"), None);
         assert_ne!(namespaces.intern("a"), Some(first));
+    }
+
+    #[test]
+    fn namespaces_in_use_are_swept_a_few_times_not_at_each_new_one() {
+        let mut namespaces = Namespaces::default();
+        let mut in_use = HashSet::new();
+        let mut sweeps = 0;
+        for tenant in 0..100_000 {
+            if namespaces.is_crowded() {
+                sweeps += 1;
+                namespaces.forget_all_but(&in_use);
+            }
+            in_use.insert(namespaces.intern(&tenant.to_string()).expect("room"));
+        }
+        assert!((1..=5).contains(&sweeps), "{sweeps} sweeps");
     }
 }

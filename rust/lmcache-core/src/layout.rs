@@ -86,14 +86,16 @@ impl PagedLayout {
                 block_tokens,
                 block_bytes,
                 ..
-            } => whole_blocks(block_tokens, "the chunk's size", num_tokens)
-                .map(|blocks| blocks * block_bytes),
+            } => product(&[
+                whole_blocks(block_tokens, "the chunk's size", num_tokens)?,
+                block_bytes,
+            ]),
             Self::Tokens {
                 planes,
                 heads,
                 run_bytes,
                 ..
-            } => Ok(num_tokens * planes * heads * run_bytes),
+            } => product(&[num_tokens, planes, heads, run_bytes]),
         }
     }
 
@@ -101,6 +103,13 @@ impl PagedLayout {
     /// two of them overlap.
     pub fn validate(&self, num_blocks: usize, layer_len: usize) -> Result<(), CoreError> {
         let fail = |reason: String| Err(CoreError::Layout { reason });
+        // `count` steps of `stride` on top of `bytes`.
+        let span = |bytes: usize, count: usize, stride: usize| {
+            let steps = count.saturating_sub(1).checked_mul(stride);
+            steps
+                .and_then(|steps| steps.checked_add(bytes))
+                .ok_or_else(too_large)
+        };
         let (block_tokens, block_stride, reach) = match *self {
             Self::Opaque {
                 block_tokens,
@@ -139,22 +148,24 @@ impl PagedLayout {
                             "a stride of {stride} bytes overlaps a run of {covered}"
                         ));
                     }
-                    covered += count.saturating_sub(1) * stride;
+                    covered = span(covered, count, stride)?;
                 }
                 if planes == 0 || heads == 0 || run_bytes == 0 {
                     return fail("planes, heads and run_bytes must be at least 1".into());
                 }
-                let reach = (block_tokens - block_tokens.min(1)) * token_stride
-                    + (planes - 1) * plane_stride
-                    + (heads - 1) * head_stride
-                    + run_bytes;
+                let mut reach = span(run_bytes, block_tokens, token_stride)?;
+                reach = span(reach, planes, plane_stride)?;
+                reach = span(reach, heads, head_stride)?;
                 (block_tokens, block_stride, reach)
             }
         };
         if block_tokens == 0 || reach == 0 {
             return fail("a block needs at least one token and one byte".into());
         }
-        let needed = num_blocks.saturating_sub(1) * block_stride + reach;
+        if i64::try_from(block_tokens).is_err() {
+            return Err(too_large());
+        }
+        let needed = span(reach, num_blocks, block_stride)?;
         if num_blocks == 0 || needed > layer_len {
             return fail(format!(
                 "{num_blocks} blocks need {needed} bytes a layer, found {layer_len}"
@@ -176,6 +187,8 @@ impl CopyPlan {
         placement: Placement<'_>,
     ) -> Result<Self, CoreError> {
         let mut plan = Self { runs: Vec::new() };
+        // Offsets in the chunk are below this, offsets in the cache below what `validate` has counted.
+        layout.layer_bytes(num_tokens)?;
         match *layout {
             PagedLayout::Opaque {
                 block_tokens,
@@ -274,6 +287,17 @@ impl CopyPlan {
     }
 }
 
+fn product(factors: &[usize]) -> Result<usize, CoreError> {
+    let times = |product: usize, factor: &usize| product.checked_mul(*factor);
+    factors.iter().try_fold(1, times).ok_or_else(too_large)
+}
+
+fn too_large() -> CoreError {
+    CoreError::Layout {
+        reason: "its sizes multiply to more bytes than an address can name".into(),
+    }
+}
+
 fn whole_blocks(
     block_tokens: usize,
     what: &'static str,
@@ -299,8 +323,8 @@ fn whole_block_of(slots: &[i64]) -> Result<Option<i64>, CoreError> {
     let first = slots[0];
     let in_order = slots
         .iter()
-        .zip(first..)
-        .all(|(&slot, expected)| slot == expected);
+        .zip(0..)
+        .all(|(&slot, offset)| first.checked_add(offset) == Some(slot));
     if first.rem_euclid(block_tokens as i64) != 0 || !in_order {
         return Err(CoreError::PartialBlock {
             block_tokens,
@@ -500,6 +524,31 @@ mod tests {
             [true, false, false]
         );
         assert!(CopyPlan::build(&layout, 3, 2, 0, Placement::Blocks(&[1])).is_err());
+    }
+
+    #[test]
+    fn sizes_and_slots_beyond_all_memory_are_refused() {
+        let opaque = |block_bytes| PagedLayout::Opaque {
+            block_tokens: 1,
+            block_bytes,
+            block_stride: 1 << 62,
+        };
+        assert!(opaque(8).validate(1 << 62, usize::MAX).is_err());
+        assert!(opaque(1 << 62).layer_bytes(8).is_err());
+        let (dense, _) = tokens_layout([0, 1, 2, 3], [2, 2, 3, 4], 5);
+        assert!(dense.layer_bytes(usize::MAX).is_err());
+        let huge = tokens_layout([0, 1, 2, 3], [2, 1, 1, 1], 1 << 62).0;
+        assert!(huge.validate(8, usize::MAX).is_err());
+        let blocks = PagedLayout::Opaque {
+            block_tokens: 4,
+            block_bytes: 8,
+            block_stride: 8,
+        };
+        let at_the_end: Vec<i64> = (i64::MAX - 3..=i64::MAX).collect();
+        for slots in [&at_the_end[..], &[i64::MAX; 4], &[i64::MIN; 4]] {
+            assert!(CopyPlan::build(&blocks, 9, 4, 0, Placement::Slots(slots)).is_err());
+            assert!(CopyPlan::build(&dense, 2, 4, 0, Placement::Slots(slots)).is_err());
+        }
     }
 
     #[test]

@@ -24,6 +24,11 @@ pub enum MemoryError {
         /// Bytes asked for.
         asked: u64,
     },
+    /// Memory is put into a pool that did not give it.
+    #[error(
+        "this memory was allocated by another pool; put it there, or allocate it from this one"
+    )]
+    ForeignMemory,
     /// The kernel refused.
     #[error("{call} of {asked} bytes failed: {source}")]
     System {

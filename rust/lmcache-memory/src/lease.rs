@@ -9,6 +9,13 @@ use std::time::Instant;
 
 use crate::object::MemoryObj;
 
+/// Lookups that may hold something at a time; further ones find nothing until others end.
+const MAX_LEASES: usize = 16_384;
+/// Handles that one lookup may hold. Bounds how long it keeps the store locked.
+const MAX_HANDLES_PER_LEASE: usize = 16_384;
+/// Handles that all lookups together may hold, 8 bytes each.
+const MAX_HANDLES: usize = 4 << 20;
+
 /// The leases of all lookups that wait.
 #[derive(Debug, Default)]
 pub(crate) struct Leases {
@@ -16,6 +23,7 @@ pub(crate) struct Leases {
     /// No lease ends before this; `None` if there is none.
     next_expiry: Option<Instant>,
     distinct_bytes: u64,
+    num_handles: usize,
 }
 
 #[derive(Debug)]
@@ -28,6 +36,15 @@ impl Leases {
     /// Lookups that hold something.
     pub(crate) fn len(&self) -> usize {
         self.by_lookup.len()
+    }
+
+    /// Objects that one more lookup may hold: ids and chains come from other processes, which must not
+    /// make this one grow without end.
+    pub(crate) fn room(&self) -> usize {
+        if self.by_lookup.len() >= MAX_LEASES {
+            return 0;
+        }
+        MAX_HANDLES_PER_LEASE.min(MAX_HANDLES - self.num_handles)
     }
 
     /// Bytes held, each object counted once however many lookups hold it.
@@ -45,7 +62,9 @@ impl Leases {
     }
 
     /// Holds `objects` for `lookup_id`, which holds nothing, until `expires`.
-    pub(crate) fn begin(&mut self, lookup_id: &str, objects: Vec<MemoryObj>, expires: Instant) {
+    pub(crate) fn begin(&mut self, lookup_id: &str, mut objects: Vec<MemoryObj>, expires: Instant) {
+        objects.shrink_to_fit();
+        self.num_handles += objects.len();
         for object in &objects {
             if object.begin_waiting() {
                 self.distinct_bytes += object.extent_bytes();
@@ -66,6 +85,7 @@ impl Leases {
         let Some(lease) = self.by_lookup.remove(lookup_id) else {
             return false;
         };
+        self.num_handles -= lease.objects.len();
         for object in &lease.objects {
             if object.end_waiting() {
                 self.distinct_bytes -= object.extent_bytes();

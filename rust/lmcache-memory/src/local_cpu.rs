@@ -9,6 +9,9 @@
 //! only wait can never starve those that store.
 
 use std::collections::HashSet;
+use std::mem;
+use std::ops::{Deref, DerefMut};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use lmcache_core::extent::{Extent, Extents};
@@ -20,7 +23,7 @@ use crate::error::MemoryError;
 use crate::lease::Leases;
 use crate::object::{Bank, ChunkMut, MemoryObj};
 use crate::region::{PAGE_BYTES, Region};
-use crate::sync::{self, Arc, Mutex, Weak};
+use crate::sync::{self, Arc, Mutex, MutexGuard, Weak};
 
 #[cfg(test)]
 mod tests;
@@ -31,7 +34,8 @@ pub struct LocalCpu(Arc<Shared>);
 
 #[derive(Debug)]
 pub(crate) struct Shared {
-    bank: Arc<Bank>,
+    /// Names the bank, also once it is closed; the memory itself is held by [`State::bank`].
+    bank: Weak<Bank>,
     capacity: u64,
     lease: Duration,
     state: Mutex<State>,
@@ -39,7 +43,11 @@ pub(crate) struct Shared {
 
 #[derive(Debug)]
 struct State {
-    open: bool,
+    /// There while the store is open. Taken by a close, so that the memory goes as soon as nobody reads it,
+    /// however long handles of the store itself are kept.
+    bank: Option<Arc<Bank>>,
+    /// A panic has left the books half-done; see [`Locked`].
+    broken: bool,
     extents: Extents,
     index: HotCache<MemoryObj>,
     namespaces: Namespaces,
@@ -62,9 +70,53 @@ impl Drop for Ticket {
         if let Some(reservation) = self.reservation.take()
             && let Some(store) = self.store.upgrade()
         {
-            let mut state = store.state.lock();
-            state.pending_bytes -= self.bytes;
-            state.index.abandon(reservation);
+            let mut state = store.lock();
+            if !state.broken {
+                state.pending_bytes -= self.bytes;
+                state.index.abandon(reservation);
+            }
+        }
+    }
+}
+
+impl Shared {
+    fn lock(&self) -> Locked<'_> {
+        Locked {
+            state: self.state.lock(),
+            in_panic: thread::panicking(),
+        }
+    }
+}
+
+/// The books under their lock. A panic under it closes the store for good.
+///
+/// What may be half-done then is the index, the free list and the counts. Nothing is read through them any
+/// more: no chunk is found, no extent given out, none evicted, so every later call is a miss. Chunks already
+/// handed out own their extents and their memory without the books, and stay as they are.
+struct Locked<'a> {
+    state: MutexGuard<'a, State>,
+    /// It was a panic elsewhere that led here, e.g. to the drop of a chunk.
+    in_panic: bool,
+}
+
+impl Deref for Locked<'_> {
+    type Target = State;
+
+    fn deref(&self) -> &State {
+        &self.state
+    }
+}
+
+impl DerefMut for Locked<'_> {
+    fn deref_mut(&mut self) -> &mut State {
+        &mut self.state
+    }
+}
+
+impl Drop for Locked<'_> {
+    fn drop(&mut self) {
+        if thread::panicking() && !self.in_panic {
+            self.state.broken = true;
         }
     }
 }
@@ -124,8 +176,11 @@ impl LocalCpu {
     ) -> Result<Self, MemoryError> {
         let region = Region::new(capacity)?;
         let extents = Extents::new(region.len() as u64, PAGE_BYTES as u64);
+        let len = region.len() as u64;
+        let bank = Arc::new(Bank::new(region));
         let state = State {
-            open: true,
+            bank: Some(Arc::clone(&bank)),
+            broken: false,
             extents,
             index: HotCache::new(policy),
             namespaces: Namespaces::default(),
@@ -134,8 +189,8 @@ impl LocalCpu {
             evicted_chunks: 0,
         };
         let shared = Shared {
-            capacity: region.len() as u64,
-            bank: Arc::new(Bank::new(region)),
+            capacity: len,
+            bank: sync::downgrade(&bank),
             lease,
             state: Mutex::new(state),
         };
@@ -161,10 +216,11 @@ impl LocalCpu {
     ) -> Reserved {
         let mut garbage = Vec::new();
         let mut reserved = Reserved::default();
-        let mut state = self.0.state.lock();
-        state.settle(&self.0.bank, Instant::now(), &mut garbage);
-        let id = state.open.then(|| state.intern(namespace)).flatten();
-        let Some(id) = id else {
+        let mut state = self.0.lock();
+        state.settle(Instant::now(), &mut garbage);
+        let bank = state.open_bank();
+        let id = bank.as_ref().and_then(|_| state.intern(namespace));
+        let (Some(bank), Some(id)) = (bank, id) else {
             drop(state);
             reserved.stopped_at = Some(0);
             return reserved;
@@ -194,14 +250,14 @@ impl LocalCpu {
                 reservation: Some(reservation),
                 bytes: extent.len,
             };
-            let chunk = ChunkMut::new(Arc::clone(&self.0.bank), extent, len, Some(ticket));
+            let chunk = ChunkMut::new(Arc::clone(&bank), extent, len, Some(ticket));
             reserved.chunks.push((position, chunk));
         }
         if reserved.chunks.is_empty() {
             state.index.touch(id, hashes);
         }
         drop(state);
-        drop(garbage);
+        drop((garbage, bank));
         reserved
     }
 
@@ -210,10 +266,11 @@ impl LocalCpu {
     pub fn commit(&self, namespace: &str, hashes: &[ChunkHash], chunks: Vec<ChunkMut>) {
         let sealed: Vec<_> = chunks.into_iter().map(ChunkMut::seal_reserved).collect();
         let mut withdrawn = Vec::new();
-        let mut state = self.0.state.lock();
+        let mut state = self.0.lock();
         for (mut ticket, object) in sealed {
             let own = |ticket: &Ticket| std::ptr::eq(ticket.store.as_ptr(), Arc::as_ptr(&self.0));
-            let publishable = ticket.as_mut().filter(|ticket| own(ticket) && state.open);
+            let own = |ticket: &&mut Ticket| own(ticket) && object.is_of(&self.0.bank);
+            let publishable = ticket.as_mut().filter(own).filter(|_| state.is_open());
             match publishable.and_then(|ticket| ticket.reservation.take()) {
                 Some(reservation) => {
                     state.pending_bytes -= object.extent().len;
@@ -233,24 +290,38 @@ impl LocalCpu {
     pub fn allocate(&self, lens: &[usize]) -> Option<Vec<ChunkMut>> {
         let mut garbage = Vec::new();
         let mut chunks = Vec::with_capacity(lens.len());
-        let mut state = self.0.state.lock();
-        state.settle(&self.0.bank, Instant::now(), &mut garbage);
+        let mut state = self.0.lock();
+        state.settle(Instant::now(), &mut garbage);
+        let bank = state.open_bank();
         state.index.begin_batch();
-        for &len in lens {
-            let Some(extent) = state.open.then(|| state.alloc(len as u64)).flatten() else {
-                break;
-            };
-            chunks.push(ChunkMut::new(Arc::clone(&self.0.bank), extent, len, None));
+        let extents = bank.as_ref().and_then(|_| state.alloc_all(lens));
+        if let Some((bank, extents)) = bank.as_ref().zip(extents) {
+            let chunk = |(extent, &len)| ChunkMut::new(Arc::clone(bank), extent, len, None);
+            chunks.extend(extents.into_iter().zip(lens).map(chunk));
         }
         drop(state);
+        drop((garbage, bank));
         (chunks.len() == lens.len()).then_some(chunks)
     }
 
     /// Publishes a chunk that [`LocalCpu::allocate`] gave. A key that is known already keeps its bytes and
     /// only counts as used. Whether the chunk went in.
-    pub fn put(&self, namespace: &str, hash: ChunkHash, chunk: ChunkMut) -> bool {
-        let mut state = self.0.state.lock();
-        let id = state.open.then(|| state.intern(namespace)).flatten();
+    ///
+    /// Memory of another pool is [`MemoryError::ForeignMemory`] and goes back there: its extent names other
+    /// bytes here.
+    pub fn put(
+        &self,
+        namespace: &str,
+        hash: ChunkHash,
+        mut chunk: ChunkMut,
+    ) -> Result<bool, MemoryError> {
+        if !self.owns(&chunk) {
+            return Err(MemoryError::ForeignMemory);
+        }
+        chunk.withdraw();
+        let mut state = self.0.lock();
+        let open = state.is_open();
+        let id = open.then(|| state.intern(namespace)).flatten();
         let key = id.map(|id| IndexKey {
             namespace: id,
             hash,
@@ -259,11 +330,16 @@ impl LocalCpu {
         if let Some((key, Reserve::New(reservation))) = reserved {
             let object = chunk.seal(Some(key));
             state.index.publish(reservation, object);
-            return true;
+            return Ok(true);
         }
         drop(state);
         drop(chunk);
-        false
+        Ok(false)
+    }
+
+    /// Whether this pool gave the chunk.
+    pub fn owns(&self, chunk: &ChunkMut) -> bool {
+        chunk.is_of(&self.0.bank)
     }
 
     /// Finds the longest stored prefix and leases it under `lookup_id`, in place of what that id held before.
@@ -273,8 +349,8 @@ impl LocalCpu {
     pub fn lookup(&self, lookup_id: &str, namespace: &str, hashes: &[ChunkHash]) -> Hit {
         let now = Instant::now();
         let mut garbage = Vec::new();
-        let mut state = self.0.state.lock();
-        state.settle(&self.0.bank, now, &mut garbage);
+        let mut state = self.0.lock();
+        state.settle(now, &mut garbage);
         // Who asks again while it waits uses nothing anew.
         let access = match state.leases.end(lookup_id, &mut garbage) {
             true => Access::Refresh,
@@ -284,7 +360,10 @@ impl LocalCpu {
             num_chunks: 0,
             lease: Duration::ZERO,
         };
-        if let Some(id) = state.namespaces.get(namespace).filter(|_| state.open) {
+        if let Some(id) = state.namespaces.get(namespace).filter(|_| state.is_open()) {
+            // No chain is longer than what is stored, unless it repeats itself.
+            let longest = state.leases.room().min(state.index.num_resident());
+            let hashes = &hashes[..hashes.len().min(longest)];
             let held = state.leases.distinct_bytes();
             let limit = self.0.capacity / 2;
             let mut objects = Vec::new();
@@ -307,12 +386,24 @@ impl LocalCpu {
     /// Takes what `lookup_id` leases, as far as it is the chain `hashes`; what the lease does not cover is
     /// taken from the index. Ends at the first chunk that is in neither.
     pub fn take(&self, lookup_id: &str, namespace: &str, hashes: &[ChunkHash]) -> Vec<MemoryObj> {
+        self.take_from(0, lookup_id, namespace, hashes)
+    }
+
+    /// As [`LocalCpu::take`], but from the chunk at `first` on: those before it need not be there.
+    pub fn take_from(
+        &self,
+        first: usize,
+        lookup_id: &str,
+        namespace: &str,
+        hashes: &[ChunkHash],
+    ) -> Vec<MemoryObj> {
         let mut garbage = Vec::new();
         let mut taken = Vec::with_capacity(hashes.len());
-        let mut state = self.0.state.lock();
+        let mut state = self.0.lock();
         state.leases.end(lookup_id, &mut garbage);
-        if let Some(id) = state.namespaces.get(namespace).filter(|_| state.open) {
-            for (position, &hash) in hashes.iter().enumerate() {
+        if let Some(id) = state.namespaces.get(namespace).filter(|_| state.is_open()) {
+            // A lease holds a chain from its first chunk on, so positions there are those in `hashes`.
+            for (position, &hash) in hashes.iter().enumerate().skip(first) {
                 let key = IndexKey {
                     namespace: id,
                     hash,
@@ -333,8 +424,9 @@ impl LocalCpu {
 
     /// The objects of the longest stored prefix; its recency stays as it is.
     pub fn get(&self, namespace: &str, hashes: &[ChunkHash]) -> Vec<MemoryObj> {
-        let state = self.0.state.lock();
-        let Some(id) = state.namespaces.get(namespace) else {
+        let state = self.0.lock();
+        let id = state.namespaces.get(namespace);
+        let Some(id) = id.filter(|_| state.is_open()) else {
             return Vec::new();
         };
         let object = |&hash| {
@@ -352,17 +444,18 @@ impl LocalCpu {
     /// Gives back what `lookup_id` leases. Whether it leased anything.
     pub fn release(&self, lookup_id: &str) -> bool {
         let mut garbage = Vec::new();
-        self.0.state.lock().leases.end(lookup_id, &mut garbage)
+        self.0.lock().leases.end(lookup_id, &mut garbage)
     }
 
     /// Length of the longest stored prefix; nothing is leased, but it counts as used.
     pub fn longest_prefix(&self, namespace: &str, hashes: &[ChunkHash]) -> usize {
-        let mut state = self.0.state.lock();
+        let mut state = self.0.lock();
         match state.namespaces.get(namespace) {
-            Some(id) if state.open => {
+            Some(id) if state.is_open() => {
+                let longest = hashes.len().min(state.index.num_resident());
                 state
                     .index
-                    .longest_prefix(id, hashes, Access::Use, |values| values.len())
+                    .longest_prefix(id, &hashes[..longest], Access::Use, |values| values.len())
             }
             _ => 0,
         }
@@ -370,8 +463,9 @@ impl LocalCpu {
 
     /// Removes one chunk from the index, e.g. because it could not be loaded. Whether it was there.
     pub fn remove(&self, namespace: &str, hash: ChunkHash) -> bool {
-        let mut state = self.0.state.lock();
+        let mut state = self.0.lock();
         let id = state.namespaces.get(namespace);
+        let id = id.filter(|_| state.is_open());
         let removed = id.and_then(|id| {
             state.index.remove(&IndexKey {
                 namespace: id,
@@ -385,35 +479,52 @@ impl LocalCpu {
     /// Removes every published chunk; leased ones live on until their last handle goes. How many there were.
     pub fn clear(&self) -> usize {
         let mut removed = Vec::new();
-        let mut state = self.0.state.lock();
-        state
-            .index
-            .retain(|_, _| false, |_, object| removed.push(object));
+        let mut state = self.0.lock();
+        if state.is_open() {
+            state
+                .index
+                .retain(|_, _| false, |_, object| removed.push(object));
+        }
         drop(state);
         removed.len()
     }
 
     /// Empties the store for good: later calls store nothing and find nothing. Idempotent.
+    ///
+    /// The memory is given back to the system here, unless a chunk is still read or written: then with it.
     pub fn close(&self) {
         let mut garbage = Vec::new();
-        let mut state = self.0.state.lock();
-        state.open = false;
+        let mut state = self.0.lock();
+        let bank = state.bank.take();
+        let broken = state.broken.then(|| {
+            // Not walked: its links may lead anywhere.
+            let index = mem::take(&mut state.index);
+            (index, mem::take(&mut state.leases))
+        });
         state
             .index
             .retain(|_, _| false, |_, object| garbage.push(object));
         state.leases.end_all(&mut garbage);
         drop(state);
+        drop((garbage, broken, bank));
     }
 
     /// Walks the books. O(entries): for tests and operators, not for a hot path.
     pub fn audit(&self) -> Audit {
         let mut garbage = Vec::new();
-        let mut state = self.0.state.lock();
-        state.settle(&self.0.bank, Instant::now(), &mut garbage);
+        let mut state = self.0.lock();
+        state.settle(Instant::now(), &mut garbage);
         drop(state);
         drop(garbage);
-        let mut state = self.0.state.lock();
-        state.take_back(&self.0.bank);
+        let bank = self.0.bank.upgrade();
+        let mut state = self.0.lock();
+        if !state.broken {
+            match &bank {
+                Some(bank) => state.take_back(bank),
+                // Closed, and the last chunk is gone: all that was out has come back, and left with the rest.
+                None => state.extents = Extents::new(self.0.capacity, PAGE_BYTES as u64),
+            }
+        }
         let mut audit = Audit {
             capacity_bytes: self.0.capacity,
             free_bytes: state.extents.free_bytes(),
@@ -430,6 +541,8 @@ impl LocalCpu {
                 audit.leased_bytes += object.extent_bytes();
             }
         }
+        drop(state);
+        drop(bank);
         audit
     }
 }
@@ -446,10 +559,20 @@ fn prefix_within(limit: u64, mut held: u64, added: &[u64]) -> usize {
 }
 
 impl State {
+    fn is_open(&self) -> bool {
+        self.bank.is_some() && !self.broken
+    }
+
+    fn open_bank(&self) -> Option<Arc<Bank>> {
+        self.bank.clone().filter(|_| !self.broken)
+    }
+
     /// Brings in what happened outside: extents that came back, leases whose time is up.
-    fn settle(&mut self, bank: &Bank, now: Instant, garbage: &mut Vec<MemoryObj>) {
-        self.take_back(bank);
-        self.leases.expire(now, garbage);
+    fn settle(&mut self, now: Instant, garbage: &mut Vec<MemoryObj>) {
+        if let Some(bank) = self.open_bank() {
+            self.take_back(&bank);
+            self.leases.expire(now, garbage);
+        }
     }
 
     fn take_back(&mut self, bank: &Bank) {
@@ -468,30 +591,66 @@ impl State {
 
     /// Finds room, evicting what may go; if even that does not help, everything stays.
     fn alloc(&mut self, len: u64) -> Option<Extent> {
-        if let Some(extent) = self.extents.alloc(len) {
-            return Some(extent);
+        let mut victims = Vec::new();
+        let extent = self.make_room(len, &mut victims);
+        self.settle_victims(victims, extent.is_some());
+        extent
+    }
+
+    /// Finds room for all of them; if it does not suffice, everything stays.
+    fn alloc_all(&mut self, lens: &[usize]) -> Option<Vec<Extent>> {
+        let mut asked = 0u64;
+        for &len in lens {
+            asked = asked.checked_add(self.extents.rounded(len as u64)?)?;
         }
-        if self.extents.rounded(len) > self.extents.capacity() {
+        if asked > self.extents.capacity() {
             return None;
         }
-        let mut victims: Vec<Victim<MemoryObj>> = Vec::new();
+        let mut victims = Vec::new();
+        let mut extents = Vec::with_capacity(lens.len());
+        for &len in lens {
+            match self.make_room(len as u64, &mut victims) {
+                Some(extent) => extents.push(extent),
+                None => break,
+            }
+        }
+        let complete = extents.len() == lens.len();
+        if !complete {
+            for extent in extents.drain(..) {
+                self.extents.free(extent);
+            }
+        }
+        self.settle_victims(victims, complete);
+        complete.then_some(extents)
+    }
+
+    /// Takes an extent, moving what has to go for it to `victims`.
+    fn make_room(&mut self, len: u64, victims: &mut Vec<Victim<MemoryObj>>) -> Option<Extent> {
+        if self.extents.rounded(len)? > self.extents.capacity() {
+            return None;
+        }
         loop {
-            let Some(victim) = self.index.evict(MemoryObj::is_sole_owner) else {
-                for victim in victims.into_iter().rev() {
-                    self.extents.claim(victim.value.extent());
-                    self.index.restore(victim);
-                }
-                return None;
-            };
-            self.extents.free(victim.value.extent());
-            victims.push(victim);
             if let Some(extent) = self.extents.alloc(len) {
-                self.evicted_chunks += victims.len() as u64;
-                for victim in victims {
-                    victim.value.into_extent();
-                }
                 return Some(extent);
             }
+            let victim = self.index.evict(MemoryObj::is_sole_owner)?;
+            self.extents.free(victim.value.extent());
+            victims.push(victim);
+        }
+    }
+
+    /// Lets the victims go for good, or puts them back in the order in which they were.
+    fn settle_victims(&mut self, victims: Vec<Victim<MemoryObj>>, gone: bool) {
+        if gone {
+            self.evicted_chunks += victims.len() as u64;
+            for victim in victims {
+                victim.value.into_extent();
+            }
+            return;
+        }
+        for victim in victims.into_iter().rev() {
+            self.extents.claim(victim.value.extent());
+            self.index.restore(victim);
         }
     }
 }

@@ -8,6 +8,7 @@
 //! The bytes of an object go back by themselves when its last handle is dropped; there is no count to keep.
 
 use std::fmt;
+use std::ptr;
 use std::slice;
 
 use lmcache_core::extent::Extent;
@@ -15,7 +16,7 @@ use lmcache_core::hot_cache::IndexKey;
 
 use crate::local_cpu::Ticket;
 use crate::region::Region;
-use crate::sync::{self, Arc, AtomicU32, Mutex, Ordering};
+use crate::sync::{self, Arc, AtomicU32, Mutex, Ordering, Weak};
 
 /// The region and the extents that came back since the store last looked.
 ///
@@ -101,6 +102,16 @@ impl ChunkMut {
         self.piece.len == 0
     }
 
+    /// Whether `bank` gave the bytes: only there may they be published, and go back to.
+    pub(crate) fn is_of(&self, bank: &Weak<Bank>) -> bool {
+        ptr::eq(Arc::as_ptr(&self.piece.bank), bank.as_ptr())
+    }
+
+    /// Gives up the reservation, if there is one; must not be called under the store's lock.
+    pub(crate) fn withdraw(&mut self) {
+        self.ticket = None;
+    }
+
     /// Seals the bytes: from here on they are shared and never change.
     pub(crate) fn seal(self, key: Option<IndexKey>) -> MemoryObj {
         MemoryObj(Arc::new(Sealed {
@@ -165,6 +176,11 @@ impl MemoryObj {
 
     pub(crate) fn key(&self) -> Option<&IndexKey> {
         self.0.key.as_ref()
+    }
+
+    /// Whether `bank` gave the bytes.
+    pub(crate) fn is_of(&self, bank: &Weak<Bank>) -> bool {
+        ptr::eq(Arc::as_ptr(&self.0.piece.bank), bank.as_ptr())
     }
 
     pub(crate) fn extent(&self) -> Extent {

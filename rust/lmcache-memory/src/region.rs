@@ -1,12 +1,15 @@
 //! One mapped piece of host memory: a memfd, shared from the start, unlinked by construction.
 //!
 //! The pages are touched in parallel when the region is made, so that no page fault meets a copy and a
-//! lack of memory shows at start-up, not in the middle of a request.
+//! lack of memory shows at start-up, not in the middle of a request. A forked child gets no part of it: it
+//! can neither write to the parent's pool nor keep it after the parent's end.
 
 use std::fs;
 use std::io;
 use std::num::NonZeroUsize;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::path::Path;
+use std::process;
 use std::ptr::{self, NonNull};
 use std::thread;
 
@@ -22,8 +25,8 @@ const MAX_TOUCH_THREADS: usize = 8;
 pub struct Region {
     base: NonNull<u8>,
     len: usize,
-    /// Keeps the memory nameable for other processes of this host.
-    _fd: OwnedFd,
+    /// The process that mapped it.
+    pid: u32,
 }
 
 // SAFETY: the region is plain memory owned by this value. Who may touch which bytes is settled by
@@ -55,7 +58,15 @@ impl Region {
         };
         let fd = create_memfd(len).map_err(failed("memfd_create"))?;
         let base = map_shared(&fd, len).map_err(failed("mmap"))?;
-        let region = Self { base, len, _fd: fd };
+        // The mapping holds the memory by itself; a descriptor would be inherited by forked children.
+        drop(fd);
+        let pid = process::id();
+        let region = Self { base, len, pid };
+        // SAFETY: the mapping just made; its bytes stay as they are.
+        let outcome = unsafe { libc::madvise(base.as_ptr().cast(), len, libc::MADV_DONTFORK) };
+        if outcome != 0 {
+            return Err(failed("madvise")(io::Error::last_os_error()));
+        }
         region.touch().map_err(failed("madvise"))?;
         Ok(region)
     }
@@ -109,6 +120,10 @@ impl Region {
 
 impl Drop for Region {
     fn drop(&mut self) {
+        if process::id() != self.pid {
+            // A forked child: nothing of ours is mapped here, and the address may be somebody else's.
+            return;
+        }
         // SAFETY: `base` and `len` are those of the mapping made in `new`. Every extent carved from it holds
         // the region through an `Arc`, so nobody can touch the bytes any more.
         unsafe { libc::munmap(self.base.as_ptr().cast(), self.len) };
@@ -184,13 +199,53 @@ pub fn available_bytes() -> Option<u64> {
             .ok()
             .map(|kib| kib * 1024)
     });
-    let number = |path| fs::read_to_string(path).ok()?.trim().parse::<u64>().ok();
-    let group = number("/sys/fs/cgroup/memory.max")
-        .map(|max| max.saturating_sub(number("/sys/fs/cgroup/memory.current").unwrap_or(0)));
-    match (system, group) {
-        (Some(system), Some(group)) => Some(system.min(group)),
-        (system, group) => system.or(group),
-    }
+    let own = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
+    let group = group_available_bytes(&own, Path::new("/sys/fs/cgroup"));
+    system.into_iter().chain(group).min()
+}
+
+/// What the control groups named in `own` (the text of `/proc/self/cgroup`), and all above them, can give.
+fn group_available_bytes(own: &str, mounted_at: &Path) -> Option<u64> {
+    let groups = own.lines().filter_map(|line| {
+        let (_, line) = line.split_once(':')?;
+        let (controllers, path) = line.split_once(':')?;
+        let v1 = controllers.split(',').any(|name| name == "memory");
+        (v1 || controllers.is_empty()).then_some((v1, path))
+    });
+    // The root says it even where the path is one of the host's, unknown inside a container.
+    let roots = [(false, "/"), (true, "/")];
+    let of_group = |(v1, path): (bool, &str)| {
+        let (root, limit, usage, cache) = match v1 {
+            true => (
+                mounted_at.join("memory"),
+                "memory.limit_in_bytes",
+                "memory.usage_in_bytes",
+                "total_inactive_file",
+            ),
+            false => (
+                mounted_at.into(),
+                "memory.max",
+                "memory.current",
+                "inactive_file",
+            ),
+        };
+        let own = root.join(path.trim_start_matches('/'));
+        let above = own.ancestors().take_while(|above| above.starts_with(&root));
+        let available = above.filter_map(|group| {
+            let read = |name| fs::read_to_string(group.join(name)).ok();
+            let number = |name| read(name)?.trim().parse::<u64>().ok();
+            let stat = read("memory.stat").unwrap_or_default();
+            let cached = stat.lines().find_map(|line| {
+                let (name, value) = line.split_once(' ')?;
+                (name == cache).then(|| value.trim().parse::<u64>().ok())?
+            });
+            // File cache that nobody uses gives way before a group's limit is met.
+            let used = number(usage)?.saturating_sub(cached.unwrap_or(0));
+            Some(number(limit)?.saturating_sub(used))
+        });
+        available.min()
+    };
+    groups.chain(roots).filter_map(of_group).min()
 }
 
 #[cfg(test)]
@@ -204,6 +259,54 @@ mod tests {
         // SAFETY: freshly mapped and touched; nobody else knows the region.
         let bytes = unsafe { std::slice::from_raw_parts(region.base().as_ptr(), region.len()) };
         assert!(bytes.iter().all(|&byte| byte == 0));
+    }
+
+    #[test]
+    fn a_forked_child_has_no_part_of_it() {
+        let region = Region::new(PAGE_BYTES as u64).expect("one page");
+        let is_mapped = || {
+            let mut resident = 0u8;
+            let (base, resident) = (region.base().as_ptr().cast(), &raw mut resident);
+            // SAFETY: asks about one page and writes one byte of the answer.
+            unsafe { libc::mincore(base, PAGE_BYTES, resident.cast()) == 0 }
+        };
+        assert!(is_mapped());
+        // SAFETY: the child makes one system call and ends.
+        let child = unsafe { libc::fork() };
+        if child == 0 {
+            // SAFETY: ends the child at once.
+            unsafe { libc::_exit(i32::from(is_mapped())) };
+        }
+        let mut status = -1;
+        // SAFETY: waits for our own child.
+        assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
+        assert_eq!(status, 0, "the child sees the parent's memory");
+    }
+
+    #[test]
+    fn the_tightest_group_counts_and_idle_file_cache_does_not() {
+        let root = std::env::temp_dir().join(format!("lmcache-cgroup-{}", process::id()));
+        let group = |path: &str, names: [&str; 3], max: &str, used: u64, cache: u64| {
+            let group = root.join(path);
+            fs::create_dir_all(&group).expect("a folder");
+            fs::write(group.join(names[0]), format!("{max}\n")).expect("a file");
+            fs::write(group.join(names[1]), format!("{used}\n")).expect("a file");
+            let stat = format!("anon 5\n{} {cache}\n", names[2]);
+            fs::write(group.join("memory.stat"), stat).expect("a file");
+        };
+        let v2 = ["memory.max", "memory.current", "inactive_file"];
+        group("a/b", v2, "max", 900, 0);
+        group("a", v2, "1000", 900, 300);
+        assert_eq!(group_available_bytes("0::/a/b\n", &root), Some(400));
+        assert_eq!(group_available_bytes("0::/unknown\n", &root), None);
+        let names = ["memory.limit_in_bytes", "memory.usage_in_bytes"];
+        let v1 = [names[0], names[1], "total_inactive_file"];
+        group("memory/c", v1, "500", 450, 20);
+        let own = "5:cpu:/x\n4:rdma,memory:/c\n0::/a/b\n";
+        assert_eq!(group_available_bytes(own, &root), Some(70));
+        group("", v2, "60", 10, 0);
+        assert_eq!(group_available_bytes("0::/unknown\n", &root), Some(50));
+        fs::remove_dir_all(root).expect("it is ours");
     }
 
     #[test]

@@ -10,7 +10,7 @@ mod inner {
     pub(crate) use std::sync::atomic::{AtomicU32, Ordering};
     pub(crate) use std::sync::{Arc, Weak};
 
-    pub(crate) use parking_lot::Mutex;
+    pub(crate) use parking_lot::{Mutex, MutexGuard};
 
     pub(crate) fn downgrade<T>(shared: &Arc<T>) -> Weak<T> {
         Arc::downgrade(shared)

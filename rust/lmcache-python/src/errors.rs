@@ -18,6 +18,8 @@ pub(crate) enum NativeError {
         made_in: u32,
         used_in: u32,
     },
+    /// A panic, with its text.
+    Panicked(String),
     /// A chunk handle was given away and is used again.
     Spent(&'static str),
     /// An argument has the right type and a wrong value.
@@ -29,14 +31,17 @@ impl From<NativeError> for PyErr {
         match error {
             NativeError::Core(error) => PyValueError::new_err(error.to_string()),
             NativeError::Transfer(error) => PyValueError::new_err(error.to_string()),
-            NativeError::Memory(error @ MemoryError::TooSmall { .. }) => {
-                PyValueError::new_err(error.to_string())
-            }
+            NativeError::Memory(
+                error @ (MemoryError::TooSmall { .. } | MemoryError::ForeignMemory),
+            ) => PyValueError::new_err(error.to_string()),
             NativeError::Memory(error) => PyMemoryError::new_err(error.to_string()),
             NativeError::Lookup(error) => PyOSError::new_err(error),
             NativeError::Forked { made_in, used_in } => PyRuntimeError::new_err(format!(
                 "this handle was made in process {made_in} and is used in its fork {used_in}; make a new one here, \
                  or start the process with the spawn method"
+            )),
+            NativeError::Panicked(text) => PyRuntimeError::new_err(format!(
+                "internal error of lmcache_rs, please report it: {text}"
             )),
             NativeError::Spent(what) => PyRuntimeError::new_err(what),
             NativeError::Argument(error) => PyValueError::new_err(error),

@@ -1,5 +1,6 @@
 //! The one gate between Python and the crates: whose process is it, give up the interpreter, map the error.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process;
 
 use pyo3::prelude::*;
@@ -54,7 +55,26 @@ pub(crate) fn enter<T: Send, E: Into<NativeError> + Send>(
     py: Python<'_>,
     work: impl FnOnce() -> Result<T, E> + Send,
 ) -> PyResult<T> {
-    py.detach(work).map_err(|error| PyErr::from(error.into()))
+    py.detach(|| caught(work)).map_err(PyErr::from)
+}
+
+/// Runs `work`; a panic in it is an error like any other.
+///
+/// PyO3 would make it an exception that `except Exception` lets through, into the engine's loop.
+pub(crate) fn caught<T, E: Into<NativeError>>(
+    work: impl FnOnce() -> Result<T, E>,
+) -> Result<T, NativeError> {
+    // Unwind safety: what a panic can leave half-done lies behind locks. L1 closes itself when one passes
+    // through its lock, so what follows are misses; chunks not yet committed were never visible, and go
+    // back as they are dropped. Anything else that `work` borrows is only read by it, or its own.
+    match catch_unwind(AssertUnwindSafe(work)) {
+        Ok(outcome) => outcome.map_err(Into::into),
+        Err(panic) => {
+            let text = panic.downcast_ref::<String>().map(String::as_str);
+            let text = text.or_else(|| panic.downcast_ref::<&str>().copied());
+            Err(NativeError::Panicked(text.unwrap_or("no text").into()))
+        }
+    }
 }
 
 /// What this build is.
@@ -68,4 +88,22 @@ pub(crate) fn build_info(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
         format!("{}-{}", std::env::consts::ARCH, std::env::consts::OS),
     )?;
     Ok(info)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_panic_is_an_error_with_its_text() {
+        let formatted: fn() = || panic!("at {}", 7);
+        let plain: fn() = || panic!("plain");
+        for (work, text) in [(formatted, "at 7"), (plain, "plain")] {
+            let outcome = caught(|| {
+                work();
+                Ok::<_, NativeError>(())
+            });
+            assert!(matches!(outcome, Err(NativeError::Panicked(said)) if said == text));
+        }
+    }
 }

@@ -1,11 +1,13 @@
 //! L1 and its objects, as Python sees them. The buffer export is the only unsafe code.
 
+use std::collections::HashSet;
 use std::ffi::{c_int, c_void};
 use std::ptr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use lmcache_core::hot_cache::Policy;
+use lmcache_memory::error::MemoryError;
 use lmcache_memory::local_cpu;
 use lmcache_memory::object::{self, ChunkMut};
 use pyo3::exceptions::PyBufferError;
@@ -14,7 +16,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 
 use crate::errors::NativeError;
-use crate::gate::{Owned, enter};
+use crate::gate::{Owned, caught, enter};
 use crate::token::{chunk_hash, packed_hashes};
 
 /// The L1 store.
@@ -72,7 +74,8 @@ impl LocalCpu {
 
     /// Gives back what `lookup_id` leases; whether it leased anything.
     fn release(&self, lookup_id: &str) -> PyResult<bool> {
-        Ok(self.store()?.release(lookup_id))
+        let store = self.store()?;
+        Ok(caught(|| Ok::<_, NativeError>(store.release(lookup_id)))?)
     }
 
     /// Length of the longest stored prefix, in chunks; nothing is leased.
@@ -111,18 +114,36 @@ impl LocalCpu {
     fn put(&self, namespace: &str, hash: &[u8], memory_obj: &MemoryObj) -> PyResult<bool> {
         let store = self.store()?;
         let hash = chunk_hash(hash, "hash")?;
+        memory_obj.require_puttable(store)?;
         let chunk = memory_obj.take_writable()?;
-        let stored = store.put(namespace, hash, chunk);
-        if let Some(object) = store.get(namespace, &[hash]).into_iter().next() {
+        let stored = caught(|| store.put(namespace, hash, chunk))?;
+        let published = caught(|| Ok::<_, NativeError>(store.get(namespace, &[hash])))?;
+        if let Some(object) = published.into_iter().next() {
             *memory_obj.0.lock() = State::Sealed(object);
         }
         Ok(stored)
     }
 
+    /// Raises what `put` would raise for any of these objects, or for one of them named twice.
+    fn require_puttable(&self, memory_objs: Vec<PyRef<'_, MemoryObj>>) -> PyResult<()> {
+        let store = self.store()?;
+        let mut seen = HashSet::new();
+        for memory_obj in &memory_objs {
+            memory_obj.require_puttable(store)?;
+            if !seen.insert(Arc::as_ptr(&memory_obj.0)) {
+                return Err(NativeError::Spent(TWICE).into());
+            }
+        }
+        Ok(())
+    }
+
     /// Removes one chunk; whether it was there.
     fn remove(&self, namespace: &str, hash: &[u8]) -> PyResult<bool> {
         let hash = chunk_hash(hash, "hash")?;
-        Ok(self.store()?.remove(namespace, hash))
+        let store = self.store()?;
+        Ok(caught(|| {
+            Ok::<_, NativeError>(store.remove(namespace, hash))
+        })?)
     }
 
     /// Removes every chunk; how many there were.
@@ -234,6 +255,7 @@ impl Source {
 
 const LENT: &str =
     "memory is in use by a copy, or named twice in this call; use each object once at a time";
+const TWICE: &str = "memory is named twice in this call; allocate one object a key";
 const SPENT: &str = "memory was put or released before; allocate anew";
 
 impl MemoryObj {
@@ -244,12 +266,30 @@ impl MemoryObj {
         }))
     }
 
-    fn take_writable(&self) -> PyResult<ChunkMut> {
+    fn require_no_writer(&self) -> PyResult<()> {
         if *self.0.writers() > 0 {
             return Err(PyBufferError::new_err(
                 "memory is still exported for writing; release every memoryview and tensor of it before it is put",
             ));
         }
+        Ok(())
+    }
+
+    /// Leaves the handle as it is, so that a refused put costs nothing.
+    fn require_puttable(&self, store: &local_cpu::LocalCpu) -> PyResult<()> {
+        match &*self.0.try_lock()? {
+            State::Writable(chunk) if store.owns(chunk) => {}
+            State::Writable(_) => {
+                return Err(NativeError::from(MemoryError::ForeignMemory).into());
+            }
+            State::Lent => return Err(NativeError::Spent(LENT).into()),
+            State::Sealed(_) | State::Released => return Err(NativeError::Spent(SPENT).into()),
+        }
+        self.require_no_writer()
+    }
+
+    fn take_writable(&self) -> PyResult<ChunkMut> {
+        self.require_no_writer()?;
         self.replace_writable(State::Released)
     }
 

@@ -5,7 +5,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use lmcache_core::hash::{self, ChunkHash, ExtraKeys, ExtraValue};
 use lmcache_core::token;
 use num_bigint::BigInt;
-use pyo3::buffer::{Element, PyBuffer};
+use pyo3::buffer::{Element, PyBuffer, PyUntypedBuffer};
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBool, PyBytes, PyDict, PyFloat, PyInt, PyList, PyString, PyTuple};
@@ -35,6 +35,7 @@ pub(crate) fn packed_hashes(bytes: &[u8]) -> Result<Vec<ChunkHash>, NativeError>
 
 fn token_ids(tokens: &Bound<'_, PyAny>) -> PyResult<Vec<u32>> {
     if tokens.cast::<PyList>().is_err() {
+        require_native_order(tokens, "tokens")?;
         if let Ok(buffer) = PyBuffer::<i64>::get(tokens) {
             return from_buffer(tokens.py(), &buffer);
         }
@@ -53,6 +54,25 @@ fn token_ids(tokens: &Bound<'_, PyAny>) -> PyResult<Vec<u32>> {
             false => PyValueError::new_err(format!("{hint}: {error}")),
         }
     })
+}
+
+/// Refuses a buffer of the other byte order, which would be read with its bytes swapped.
+pub(crate) fn require_native_order(buffer: &Bound<'_, PyAny>, what: &str) -> PyResult<()> {
+    let Ok(buffer) = PyUntypedBuffer::get(buffer) else {
+        return Ok(());
+    };
+    let foreign: &[u8] = match cfg!(target_endian = "little") {
+        true => b">!",
+        false => b"<",
+    };
+    match buffer.format().to_bytes().first() {
+        Some(order) if foreign.contains(order) => Err(PyValueError::new_err(format!(
+            "{what} is in the byte order of another machine (format {:?}); convert it to this one's, \
+             e.g. array.astype(array.dtype.newbyteorder(\"=\"))",
+            buffer.format()
+        ))),
+        _ => Ok(()),
+    }
 }
 
 fn from_buffer<T>(py: Python<'_>, buffer: &PyBuffer<T>) -> PyResult<Vec<u32>>
@@ -232,6 +252,10 @@ impl Chain {
         };
         let extras = Extras::read(extra_keys, first, count)?;
         enter(py, || {
+            if self.0.is_poisoned() {
+                let error = "an earlier extend of this chain failed half-way; make a new one";
+                return Err(NativeError::Argument(error.into()));
+            }
             let mut chain = self.lock();
             if chain.hashes().len() != first {
                 return Err(NativeError::Argument(

@@ -14,7 +14,7 @@ use pyo3::prelude::*;
 use crate::errors::NativeError;
 use crate::gate::{Owned, enter};
 use crate::memory::{LocalCpu, MemoryObj};
-use crate::token::packed_hashes;
+use crate::token::{packed_hashes, require_native_order};
 
 /// An engine's paged KV cache in host memory.
 #[pyclass(frozen, module = "lmcache_rs._native")]
@@ -93,11 +93,7 @@ impl PagedCache {
     /// Bytes that a chunk of `num_tokens` takes in the stored form, over all layers.
     fn chunk_bytes(&self, num_tokens: usize) -> PyResult<usize> {
         let paged = self.0.get()?;
-        let layer_bytes = paged
-            .layout()
-            .layer_bytes(num_tokens)
-            .map_err(NativeError::from)?;
-        Ok(layer_bytes * paged.num_layers())
+        Ok(paged.chunk_bytes(num_tokens).map_err(NativeError::from)?)
     }
 
     /// Registered layers.
@@ -127,6 +123,7 @@ impl Place {
     }
 
     fn slots(py: Python<'_>, slots: &Bound<'_, PyAny>) -> PyResult<Vec<i64>> {
+        require_native_order(slots, "slot_mapping")?;
         match PyBuffer::<i64>::get(slots) {
             Ok(buffer) if buffer.dimensions() == 1 => buffer.to_vec(py),
             Ok(buffer) => {

@@ -10,15 +10,16 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::thread::{self, JoinHandle};
-use std::time::Duration;
+use std::thread;
+use std::time::{Duration, Instant};
 use std::{io, mem, process};
 
 use lmcache_core::hash::ChunkHash;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{UnixListener, UnixStream};
 use tokio::runtime::Runtime;
-use tokio::sync::{Semaphore, oneshot};
+use tokio::sync::oneshot;
+use tokio::task::{self, JoinHandle};
 use tokio::time;
 
 pub use crate::error::LookupServerError;
@@ -26,8 +27,11 @@ use crate::socket_file::SocketFile;
 use crate::wire::{self, Answer, Request, Status};
 use crate::zmtp::{self, Frame, GREETING_BYTES, ZmtpError};
 
-/// Connections at a time; further ones are closed. An engine needs one.
+/// Connections at a time; beyond them an idle one is closed, or the new one. An engine needs one.
 const MAX_CONNECTIONS: usize = 64;
+
+/// At the limit, the connection that has been idle for longest makes way if it has been so for this long.
+const IDLE_MAKES_WAY: Duration = Duration::from_secs(1);
 
 /// A peer that has not introduced itself by then is dropped.
 const HANDSHAKE_DEADLINE: Duration = Duration::from_secs(5);
@@ -129,7 +133,7 @@ pub struct LookupServer {
 struct Running {
     pid: u32,
     stop: oneshot::Sender<()>,
-    thread: JoinHandle<()>,
+    thread: thread::JoinHandle<()>,
     file: SocketFile,
 }
 
@@ -245,7 +249,7 @@ fn run(
 }
 
 async fn accept(listener: UnixListener, service: Arc<Service>) {
-    let places = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+    let mut peers: Vec<Peer> = Vec::new();
     loop {
         let stream = match listener.accept().await {
             Ok((stream, _)) => stream,
@@ -256,16 +260,42 @@ async fn accept(listener: UnixListener, service: Arc<Service>) {
                 continue;
             }
         };
-        let Ok(place) = Arc::clone(&places).try_acquire_owned() else {
+        peers.retain(|peer| !peer.task.is_finished());
+        if peers.len() >= MAX_CONNECTIONS && !evict_idle(&mut peers).await {
             count(&service.counters.refused_connections);
             continue;
-        };
+        }
+        let heard = Arc::new(Mutex::new(Instant::now()));
         let service = Arc::clone(&service);
-        tokio::spawn(async move {
-            service.serve(stream).await;
-            drop(place);
+        let task = tokio::spawn({
+            let heard = Arc::clone(&heard);
+            async move { service.serve(stream, &heard).await }
         });
+        peers.push(Peer { heard, task });
     }
+}
+
+/// A connection and when it was last heard of.
+struct Peer {
+    heard: Arc<Mutex<Instant>>,
+    task: JoinHandle<()>,
+}
+
+/// Ends the connection that has been idle for longest; false if all are busy.
+///
+/// So connections that nobody uses any more cannot lock an engine out. One that is closed and still wanted
+/// connects again.
+async fn evict_idle(peers: &mut Vec<Peer>) -> bool {
+    let heard = |peer: &Peer| *peer.heard.lock().unwrap_or_else(PoisonError::into_inner);
+    let oldest = (0..peers.len()).min_by_key(|&at| heard(&peers[at]));
+    let Some(at) = oldest.filter(|&at| heard(&peers[at]).elapsed() >= IDLE_MAKES_WAY) else {
+        return false;
+    };
+    let peer = peers.swap_remove(at);
+    peer.task.abort();
+    // Its stream is closed once this returns.
+    let _ = peer.task.await;
+    true
 }
 
 /// Why a connection ended other than by the peer's leave.
@@ -278,7 +308,7 @@ enum ConnectionError {
 }
 
 impl Service {
-    async fn serve(&self, mut stream: UnixStream) {
+    async fn serve(&self, mut stream: UnixStream, heard: &Mutex<Instant>) {
         // The folder keeps others out already; this holds even if somebody opens it.
         let known = stream
             .peer_cred()
@@ -303,7 +333,7 @@ impl Service {
             }
         };
         count(&self.counters.connections);
-        match self.converse(&mut stream, inbox).await {
+        match self.converse(&mut stream, inbox, heard).await {
             Ok(()) | Err(ConnectionError::Io(_)) => {}
             Err(ConnectionError::Zmtp(error)) => {
                 count(match error {
@@ -319,6 +349,7 @@ impl Service {
         &self,
         stream: &mut UnixStream,
         mut inbox: Vec<u8>,
+        heard: &Mutex<Instant>,
     ) -> Result<(), ConnectionError> {
         let mut outbox = Vec::new();
         let mut last_message_id = 0;
@@ -348,6 +379,10 @@ impl Service {
                     stream.write_all(&outbox).await?;
                     outbox.clear();
                 }
+                // One peer's messages must not keep the others waiting.
+                if num_used < inbox.len() {
+                    task::yield_now().await;
+                }
             }
             inbox.drain(..num_used);
             stream.write_all(&outbox).await?;
@@ -359,6 +394,7 @@ impl Service {
             if stream.read_buf(&mut inbox).await? == 0 {
                 return Ok(());
             }
+            *heard.lock().unwrap_or_else(PoisonError::into_inner) = Instant::now();
         }
     }
 

@@ -19,6 +19,12 @@ pub const VERSION: u64 = 1;
 /// The largest message that is accepted, in bytes: 65,536 hashes and room for long ids.
 pub const MAX_MESSAGE_BYTES: usize = 4 << 20;
 
+/// The longest id of a lookup that is accepted, in bytes: it is kept as long as its lease.
+pub const MAX_LOOKUP_ID_BYTES: usize = 512;
+
+/// The longest namespace that is accepted, in bytes.
+pub const MAX_NAMESPACE_BYTES: usize = 16 << 10;
+
 const REQUEST_FIELDS: u32 = 6;
 const ANSWER_FIELDS: u32 = 5;
 
@@ -244,6 +250,9 @@ pub fn decode_request(message: &[u8]) -> Result<Request<'_>, Refusal> {
         return Err(refuse(Status::UnknownKind));
     }
     let (lookup_id, namespace, packed) = reader.body().ok_or(malformed)?;
+    if lookup_id.len() > MAX_LOOKUP_ID_BYTES || namespace.len() > MAX_NAMESPACE_BYTES {
+        return Err(malformed);
+    }
     let unused = |is_empty: bool| is_empty.then_some(()).ok_or(malformed);
     Ok(match kind {
         LOOKUP => {

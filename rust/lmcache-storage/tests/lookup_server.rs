@@ -406,6 +406,53 @@ fn connections_beyond_the_limit_are_closed_until_others_end() {
 }
 
 #[test]
+fn idle_connections_at_the_limit_make_way() {
+    let room = room();
+    let mut peers: Vec<_> = (0..64).map(|_| raw_peer(&room.path)).collect();
+    std::thread::sleep(Duration::from_millis(1_200));
+    assert_alive(&room);
+    let ended = |peer: &mut UnixStream| {
+        peer.set_nonblocking(true).expect("a socket");
+        matches!(peer.read(&mut [0; 64]), Ok(0))
+    };
+    assert_eq!(
+        peers
+            .iter_mut()
+            .filter_map(|peer| ended(peer).then_some(()))
+            .count(),
+        1
+    );
+}
+
+#[test]
+fn ids_and_namespaces_beyond_the_limit_are_malformed() {
+    let room = room();
+    run(async {
+        let mut dealer = dealer(&room.path).await;
+        let (id, namespace) = ("i".repeat(512), "n".repeat(16 << 10));
+        let requests = [
+            wire::encode_lookup(1, &id, &namespace, &packed([1])),
+            wire::encode_lookup(2, &format!("{id}i"), "ns", &packed([1])),
+            wire::encode_lookup(3, "r", &format!("{namespace}n"), &packed([1])),
+            wire::encode_release(4, &format!("{id}i")),
+        ];
+        for request in requests {
+            send(&mut dealer, request).await;
+        }
+        let expected = [
+            Status::Ok,
+            Status::Malformed,
+            Status::Malformed,
+            Status::Malformed,
+        ];
+        for status in expected {
+            assert_eq!(receive(&mut dealer).await.status, status);
+        }
+    });
+    assert_eq!(room.index.leases.lock().expect("no panic inside").len(), 1);
+}
+
+#[test]
 fn only_dealers_are_served() {
     let room = room();
     run(async {

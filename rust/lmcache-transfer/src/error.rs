@@ -27,6 +27,18 @@ pub enum TransferError {
         /// Chunks they should name.
         chunks: usize,
     },
+    /// A chunk is larger than any memory.
+    #[error(
+        "{num_tokens} tokens take {layer_bytes} bytes in each of {num_layers} layers, more than an address can name; ask for fewer tokens"
+    )]
+    ChunkTooLarge {
+        /// Tokens of the chunk.
+        num_tokens: usize,
+        /// Bytes they take in one layer.
+        layer_bytes: usize,
+        /// Layers.
+        num_layers: usize,
+    },
     /// An object does not hold the chunk it is to be copied with.
     #[error(
         "a memory object of {found} bytes for {num_tokens} tokens, which take {expected}; allocate one of that size"

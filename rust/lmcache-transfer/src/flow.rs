@@ -53,6 +53,9 @@ pub struct Loaded {
 
 impl Chunks<'_> {
     fn validate(&self, layout: &PagedLayout) -> Result<(), TransferError> {
+        if self.chunk_size == 0 {
+            return Err(TransferError::Plan(CoreError::ZeroChunkSize));
+        }
         let block_tokens = layout.block_tokens();
         let blocks_start_chunks = self.chunk_size.is_multiple_of(block_tokens);
         if matches!(self.placement, Placement::Blocks(_)) && !blocks_start_chunks {
@@ -122,11 +125,11 @@ pub fn store(
     }
     let hashes = &chunks.hashes[..num_placed];
     let layout = paged.layout();
-    let layer_bytes = |chunk| layout.layer_bytes(chunks.tokens_in(chunk));
+    let chunk_bytes = |chunk| paged.chunk_bytes(chunks.tokens_in(chunk));
     // The tail is the only chunk whose size may not suit the layout; asking it first leaves none half-way.
-    layer_bytes(num_placed - 1)?;
-    layer_bytes(0)?;
-    let len_of = |chunk| layer_bytes(chunk).unwrap_or(0) * paged.num_layers();
+    chunk_bytes(num_placed - 1)?;
+    chunk_bytes(0)?;
+    let len_of = |chunk| chunk_bytes(chunk).unwrap_or(0);
     let reserved = local_cpu.reserve(chunks.namespace, hashes, first, len_of);
     let refused_chunks = reserved
         .stopped_at
@@ -162,7 +165,7 @@ pub fn store(
 
 /// Writes the tokens `skip..` of the chunks into the engine's cache, from what `lookup_id` leases.
 ///
-/// Ends at the first chunk that is not stored. The lease is given back.
+/// Ends at the first chunk that is not stored; those wholly below `skip` need not be. The lease is given back.
 pub fn load(
     local_cpu: &LocalCpu,
     paged: &Arc<PagedCache>,
@@ -171,15 +174,14 @@ pub fn load(
     skip: usize,
 ) -> Result<Loaded, TransferError> {
     chunks.validate(paged.layout())?;
-    let objects = local_cpu.take(lookup_id, chunks.namespace, chunks.hashes);
+    // The engine has what lies below `skip`, so it need not be stored.
+    let first = skip / chunks.chunk_size;
+    let objects = local_cpu.take_from(first, lookup_id, chunks.namespace, chunks.hashes);
     let layout = paged.layout();
     let fits = |(index, object): &(usize, MemoryObj)| {
-        let expected = layout
-            .layer_bytes(chunks.tokens_in(*index))
-            .map(|len| len * paged.num_layers());
-        expected == Ok(object.len())
+        paged.chunk_bytes(chunks.tokens_in(*index)) == Ok(object.len())
     };
-    let objects: Vec<_> = objects.into_iter().enumerate().take_while(fits).collect();
+    let objects: Vec<_> = (first..).zip(objects).take_while(fits).collect();
     let mut loaded = Loaded {
         end: skip,
         ..Loaded::default()
@@ -255,7 +257,7 @@ fn require_size(
     found: usize,
 ) -> Result<(), TransferError> {
     let num_tokens = span.num_tokens;
-    let expected = paged.layout().layer_bytes(num_tokens)? * paged.num_layers();
+    let expected = paged.chunk_bytes(num_tokens)?;
     if found == expected {
         return Ok(());
     }
@@ -437,6 +439,21 @@ mod tests {
         cpu.remove("ns", hashes[1]);
         let loaded = load(&cpu, &engine.paged, "r", &request, 0).expect("loads");
         assert_eq!((loaded.end, loaded.tokens), (8, 8));
+    }
+
+    #[test]
+    fn what_the_engine_has_need_not_be_stored() {
+        let engine = opaque();
+        let (cpu, hashes) = (pool(), hashes(3));
+        let request = chunks(&hashes, 24, Placement::Blocks(&[0, 1, 2, 3, 4, 5]));
+        store(&cpu, &engine.paged, &request, 1).expect("stores");
+        let loaded = |skip| load(&cpu, &engine.paged, "r", &request, skip).expect("loads");
+        assert_eq!((loaded(0).end, loaded(0).tokens), (0, 0));
+        assert_eq!((loaded(CHUNK).end, loaded(CHUNK).tokens), (24, 16));
+        let inside = CHUNK + BLOCK;
+        assert_eq!((loaded(inside).end, loaded(inside).tokens), (24, 12));
+        assert_eq!((loaded(24).end, loaded(24).tokens), (24, 0));
+        assert_eq!((loaded(99).end, loaded(99).tokens), (99, 0));
     }
 
     #[test]

@@ -74,6 +74,18 @@ impl PagedCache {
         self.bases.len()
     }
 
+    /// Bytes that a chunk of `num_tokens` takes in the stored form, over all layers.
+    pub fn chunk_bytes(&self, num_tokens: usize) -> Result<usize, TransferError> {
+        let layer_bytes = self.layout.layer_bytes(num_tokens)?;
+        layer_bytes
+            .checked_mul(self.num_layers())
+            .ok_or(TransferError::ChunkTooLarge {
+                num_tokens,
+                layer_bytes,
+                num_layers: self.num_layers(),
+            })
+    }
+
     /// Copies one layer out of the cache; `chunk` is that layer's part of the stored form.
     pub(crate) fn gather(&self, layer: usize, plan: &CopyPlan, chunk: &mut [u8]) {
         let base = self.bases[layer];

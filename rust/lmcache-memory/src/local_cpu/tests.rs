@@ -38,7 +38,7 @@ fn assert_books_balance(cpu: &LocalCpu) {
         (audit.leased_bytes, audit.reserved_bytes, audit.num_leases),
         (0, 0, 0)
     );
-    assert_eq!(cpu.0.state.lock().leases.distinct_bytes(), 0);
+    assert_eq!(cpu.0.lock().leases.distinct_bytes(), 0);
 }
 
 #[test]
@@ -301,7 +301,8 @@ fn allocate_is_all_or_none_and_put_of_a_known_key_keeps_the_first() {
     let hash = hashes([9])[0];
     for (value, mut chunk) in chunks.drain(..).enumerate() {
         chunk.bytes_mut().fill(value as u8);
-        assert_eq!(cpu.put("ns", hash, chunk), value == 0);
+        let stored = cpu.put("ns", hash, chunk).expect("its own memory");
+        assert_eq!(stored, value == 0);
     }
     assert!(
         cpu.take("none", "ns", &[hash])[0]
@@ -320,7 +321,8 @@ fn many_namespaces_do_not_pile_up_and_never_mix() {
     for tenant in 0..10_000 {
         let chunk = cpu.allocate(&[1]).expect("evicts");
         let name = format!("tenant{tenant}");
-        cpu.put(&name, chain[0], chunk.into_iter().next().expect("one"));
+        let chunk = chunk.into_iter().next().expect("one");
+        assert!(cpu.put(&name, chain[0], chunk).expect("its own memory"));
         assert_eq!(cpu.longest_prefix(&name, &chain), 1);
     }
     assert_eq!(cpu.longest_prefix("tenant0", &chain), 0);
@@ -354,4 +356,132 @@ fn sixteen_threads_lose_no_byte_and_read_no_torn_one() {
         }
     });
     assert_books_balance(&cpu);
+}
+
+#[test]
+fn a_refused_allocation_evicts_nothing() {
+    let cpu = store_of(4);
+    let chain = hashes(1..=4);
+    store(&cpu, &chain);
+    assert!(cpu.allocate(&[PAGE_BYTES; 5]).is_none());
+    assert!(cpu.allocate(&[PAGE_BYTES, usize::MAX]).is_none());
+    let held = cpu.take("none", "ns", &hashes([3]));
+    assert!(cpu.allocate(&[PAGE_BYTES; 4]).is_none());
+    assert!(cpu.allocate(&[PAGE_BYTES, 3 * PAGE_BYTES]).is_none());
+    assert_eq!(cpu.longest_prefix("ns", &chain), 4);
+    assert_eq!(cpu.audit().evicted_chunks, 0);
+    drop(held);
+    for (object, hash) in cpu.get("ns", &chain).iter().zip(&chain) {
+        assert!(object.bytes().iter().all(|&byte| byte == hash.0[0]));
+    }
+    assert_books_balance(&cpu);
+    assert_eq!(cpu.allocate(&[PAGE_BYTES; 4]).map(|all| all.len()), Some(4));
+    assert_books_balance(&cpu);
+}
+
+#[test]
+fn chunks_that_are_not_asked_for_need_not_be_there() {
+    let cpu = store_of(8);
+    let chain = hashes(1..=4);
+    store(&cpu, &chain);
+    cpu.lookup("r", "ns", &chain);
+    cpu.remove("ns", chain[3]);
+    let leased = cpu.take_from(2, "r", "ns", &chain);
+    let firsts: Vec<u8> = leased.iter().map(|object| object.bytes()[0]).collect();
+    assert_eq!(firsts, [3, 4], "the lease holds the last one still");
+    cpu.remove("ns", chain[0]);
+    assert_eq!(cpu.take_from(1, "r", "ns", &chain).len(), 2);
+    assert_eq!(cpu.take("r", "ns", &chain).len(), 0);
+}
+
+#[test]
+fn strangers_cannot_make_leases_grow_without_end() {
+    let cpu = store_of(8);
+    let chain = hashes([1, 2]);
+    store(&cpu, &chain);
+    cpu.lookup("first", "ns", &chain);
+    let repeated = vec![chain[0]; 100_000];
+    assert!(cpu.lookup("r", "ns", &repeated).num_chunks <= 2);
+    for id in 0..20_000 {
+        cpu.lookup(&id.to_string(), "ns", &chain);
+    }
+    assert_eq!(cpu.audit().num_leases, 16_384);
+    assert_eq!(cpu.lookup("late", "ns", &chain).num_chunks, 0);
+    assert_eq!(cpu.lookup("first", "ns", &chain).num_chunks, 2, "renewed");
+    cpu.release("r");
+    assert_eq!(cpu.lookup("late", "ns", &chain).num_chunks, 2);
+    assert_eq!(cpu.longest_prefix("ns", &repeated), 2);
+}
+
+#[test]
+fn memory_of_another_pool_is_refused_at_every_door() {
+    let (cpu, other) = (store_of(4), store_of(4));
+    let chain = hashes([1]);
+    let foreign = other.allocate(&[PAGE_BYTES]).expect("room").remove(0);
+    let refused = cpu.put("ns", chain[0], foreign);
+    assert!(matches!(refused, Err(MemoryError::ForeignMemory)));
+    let reserved = other.reserve("ns", &chain, 0, |_| PAGE_BYTES);
+    let chunks = reserved.chunks.into_iter().map(|(_, chunk)| chunk);
+    cpu.commit("ns", &chain, chunks.collect());
+    for pool in [&cpu, &other] {
+        assert_eq!(pool.longest_prefix("ns", &chain), 0);
+        assert_books_balance(pool);
+    }
+    assert_eq!(
+        store(&cpu, &hashes(1..=4)),
+        4,
+        "every byte of it is its own"
+    );
+}
+
+#[test]
+fn a_reserved_chunk_may_be_put_under_a_key_of_its_own() {
+    let cpu = store_of(4);
+    let chain = hashes([1, 2]);
+    let mut reserved = cpu.reserve("ns", &chain[..1], 0, |_| PAGE_BYTES);
+    let (_, chunk) = reserved.chunks.remove(0);
+    assert!(cpu.put("ns", chain[1], chunk).expect("its own memory"));
+    assert_eq!(cpu.longest_prefix("ns", &chain[1..]), 1);
+    assert_eq!(store(&cpu, &chain), 1);
+    assert_books_balance(&cpu);
+}
+
+#[test]
+fn a_close_gives_the_memory_back_though_handles_of_the_store_live() {
+    let cpu = store_of(4);
+    let (clone, chain) = (cpu.clone(), hashes([1]));
+    store(&cpu, &chain);
+    let held = cpu.get("ns", &chain);
+    cpu.close();
+    assert!(held[0].bytes().iter().all(|&byte| byte == 1), "still read");
+    assert!(cpu.0.bank.upgrade().is_some());
+    drop(held);
+    assert!(cpu.0.bank.upgrade().is_none());
+    assert_books_balance(&clone);
+}
+
+#[test]
+fn a_panic_in_the_books_closes_the_store_and_harms_nobody() {
+    let cpu = store_of(4);
+    let chain = hashes([1, 2]);
+    store(&cpu, &chain);
+    cpu.lookup("r", "ns", &chain);
+    let held = cpu.get("ns", &chain);
+    let reserved = cpu.reserve("ns", &hashes([3]), 0, |_| PAGE_BYTES);
+    let panics = || cpu.reserve("ns", &hashes([4]), 0, |_| panic!("in the books"));
+    assert!(std::panic::catch_unwind(std::panic::AssertUnwindSafe(panics)).is_err());
+    drop(reserved);
+    assert_eq!(cpu.longest_prefix("ns", &chain), 0);
+    assert_eq!(cpu.lookup("r", "ns", &chain).num_chunks, 0);
+    assert!(cpu.get("ns", &chain).is_empty());
+    assert!(cpu.take("r", "ns", &chain).is_empty());
+    assert_eq!(store(&cpu, &chain), 0);
+    assert!(cpu.allocate(&[1]).is_none());
+    assert!(!cpu.remove("ns", chain[0]));
+    assert_eq!(cpu.clear(), 0);
+    assert!(held[1].bytes().iter().all(|&byte| byte == 2));
+    cpu.audit();
+    drop(held);
+    cpu.close();
+    assert!(cpu.0.bank.upgrade().is_none(), "the memory is given back");
 }
