@@ -482,7 +482,8 @@ fn equals_the_naive_model(policy: Policy) {
                 }
             }
             14 => {
-                if !leased.remove(&id) && leased.len() < 12 {
+                let was_leased = leased.remove(&id);
+                if !was_leased && leased.len() < 12 {
                     leased.insert(id);
                 }
             }
