@@ -92,8 +92,8 @@ impl Model {
         }
         self.facts.insert(id, facts);
         match self.policy {
-            Policy::Mru => self.to_front(id),
-            _ => self.to_back(id),
+            Policy::Mru => self.move_to_front(id),
+            _ => self.move_to_back(id),
         }
     }
 
@@ -110,14 +110,14 @@ impl Model {
         match self.policy {
             Policy::Lru => {
                 for &id in ids.iter().rev() {
-                    self.to_back(id);
+                    self.move_to_back(id);
                 }
             }
             Policy::Fifo => {
                 let last_fresh = ids.iter().rposition(|id| self.facts[id].fresh);
                 let entering = last_fresh.map_or(0, |last| last + 1);
                 for &id in ids[..entering].iter().rev() {
-                    self.to_back(id);
+                    self.move_to_back(id);
                 }
             }
             Policy::Mru => {
@@ -126,7 +126,7 @@ impl Model {
                     let last = position + 1 == ids.len();
                     let disordered = first_fresh.is_some_and(|fresh| fresh <= position);
                     if disordered || last && !self.facts[&id].inner {
-                        self.to_front(id);
+                        self.move_to_front(id);
                     }
                     if !last {
                         self.fact(id).inner = true;
@@ -140,7 +140,7 @@ impl Model {
                     let top = self.base + 255;
                     let count = self.facts[&id].count.clamp(self.base, top) + uses;
                     self.fact(id).count = count.max(behind).min(top);
-                    self.to_back(id);
+                    self.move_to_back(id);
                 }
             }
             Policy::S3Fifo => self.walk_s3_fifo(&ids, access),
@@ -168,7 +168,7 @@ impl Model {
                 self.fact(id).credit = credit;
                 self.fact(id).main = true;
                 if !was.main || was.fresh || held || !behind.is_empty() {
-                    self.to_back(id);
+                    self.move_to_back(id);
                 }
                 continue;
             }
@@ -183,7 +183,7 @@ impl Model {
                 fact.mark = now;
             }
             if moves {
-                self.to_back(id);
+                self.move_to_back(id);
             }
         }
     }
@@ -200,7 +200,7 @@ impl Model {
             if !fact.main || behind.iter().any(|facts| !facts.main) {
                 fact.mark = now;
             }
-            self.to_back(id);
+            self.move_to_back(id);
         }
     }
 
@@ -236,7 +236,7 @@ impl Model {
         }
         let count = facts.count.clamp(self.base, self.base + 255);
         self.facts.insert(id, Facts { count, ..facts });
-        self.to_front(id);
+        self.move_to_front(id);
     }
 
     pub(super) fn remove(&mut self, id: u16) -> bool {
@@ -273,7 +273,7 @@ impl Model {
                         break main;
                     }
                     self.fact(main).credit -= 1;
-                    self.to_back(main);
+                    self.move_to_back(main);
                 };
                 match small {
                     Some(small) if self.facts[&main].mark >= self.facts[&small].mark => Some(small),
@@ -328,13 +328,13 @@ impl Model {
         }
     }
 
-    fn to_back(&mut self, id: u16) {
+    fn move_to_back(&mut self, id: u16) {
         self.unlink(id);
         let list = usize::from(self.facts[&id].main);
         self.lists[list].push(id);
     }
 
-    fn to_front(&mut self, id: u16) {
+    fn move_to_front(&mut self, id: u16) {
         self.unlink(id);
         let list = usize::from(self.facts[&id].main);
         self.lists[list].insert(0, id);

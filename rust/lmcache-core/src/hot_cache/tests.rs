@@ -481,10 +481,9 @@ fn equals_the_naive_model(policy: Policy) {
                     model.remove(id);
                 }
             }
-            14 => {
-                if !leased.remove(&id) && leased.len() < 12 {
-                    leased.insert(id);
-                }
+            14 if leased.remove(&id) => {}
+            14 if leased.len() < 12 => {
+                leased.insert(id);
             }
             15 => match pending.remove(&id) {
                 Some(reservation) if dice.below(2) == 0 => cache.abandon(reservation),
