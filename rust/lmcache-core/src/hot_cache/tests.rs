@@ -481,11 +481,9 @@ fn equals_the_naive_model(policy: Policy) {
                     model.remove(id);
                 }
             }
-            14 => {
-                let was_leased = leased.remove(&id);
-                if !was_leased && leased.len() < 12 {
-                    leased.insert(id);
-                }
+            14 if leased.remove(&id) => {}
+            14 if leased.len() < 12 => {
+                leased.insert(id);
             }
             15 => match pending.remove(&id) {
                 Some(reservation) if dice.below(2) == 0 => cache.abandon(reservation),
