@@ -374,7 +374,7 @@ class StorageManager:
     ) -> None:
         """Seals the objects and publishes each under its key. A known key keeps what it has.
 
-        All objects are checked before the first is put, so that an error leaves none of them stored.
+        All objects are checked before the first is put: an error leaves none of them stored.
 
         Raises:
             ValueError: Not as many objects as keys, of another form than the namespace's, or

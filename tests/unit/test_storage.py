@@ -200,8 +200,8 @@ def test_sizes_beyond_all_memory_are_refused_and_leave_the_books_alone() -> None
     with pytest.raises(ValueError, match="address"):
         _native.PagedCache.opaque([(4096, 2**63)], 2**62, keep_alive=cache, **size)
     for slots in ([2**63 - 1] * 2, [2**63 - 2, 2**63 - 1]):
+        where = {"chunk_size": 2, "num_tokens": 2, "slots": slots}
         with pytest.raises(ValueError, match="outside the registered cache"):
-            where = {"chunk_size": 2, "num_tokens": 2, "slots": slots}
             _native.store(pool, paged, "ns", bytes(32), **where)  # type: ignore[arg-type]
 
 
