@@ -237,6 +237,45 @@ mod tests {
     }
 
     #[test]
+    fn equals_the_naive_model_over_a_million_operations() {
+        let mut extents = Extents::new(96, 1);
+        let mut model = Model {
+            used: vec![false; 96],
+        };
+        let mut held: Vec<Extent> = Vec::new();
+        let mut state = 0x1234_5678_9abc_def1_u64;
+        let mut dice = |sides: u64| {
+            state = state
+                .wrapping_mul(6_364_136_223_846_793_005)
+                .wrapping_add(1_442_695_040_888_963_407);
+            (state >> 33) % sides
+        };
+        for _ in 0..1_000_000 {
+            // Phases of filling and of emptying, so that both ends are met.
+            let take = dice(16) < 6 + 4 * (held.len() as u64 % 2);
+            if take || held.is_empty() {
+                let len = 1 + dice(12);
+                let got = extents.alloc(len);
+                let at = got.map(|extent| extent.offset as usize);
+                assert_eq!(at, model.best_fit(len as usize));
+                if let Some(extent) = got {
+                    model.set(extent, true);
+                    held.push(extent);
+                }
+            } else {
+                let extent = held.swap_remove(dice(held.len() as u64) as usize);
+                extents.free(extent);
+                model.set(extent, false);
+            }
+        }
+        for extent in held {
+            extents.free(extent);
+        }
+        assert_eq!(extents.iter().count(), 1, "all neighbours are joined");
+        assert_eq!(extents.free_bytes(), 96);
+    }
+
+    #[test]
     fn sizes_are_rounded_to_the_alignment() {
         let mut extents = Extents::new(10_000, 4096);
         assert_eq!(extents.capacity(), 8192);
