@@ -119,8 +119,9 @@ def write_table(results: dict[str, Any]) -> None:
     about = results["machine"]
     lines = [
         f"{about['processor']}, {about['cores']} cores, {about['memory_gb']} GB; "
-        f"{about['system']}. Command: `make bench`. `load` is the load of the minute before the "
-        "line. A spread in parentheses is from the first to the third quartile.",
+        f"{about['system']}. Command: `benches/run.py`, as `make bench` runs it. `load` is the "
+        "load of the minute before the line. A spread in parentheses is from the first to the "
+        "third quartile.",
         "",
         "| line | work | must reach | measured | verdict | pairs | date, load |",
         "|---|---|---|---|---|--:|---|",
