@@ -131,7 +131,8 @@ impl Scene {
             })
             .collect();
         for (hash, chunk) in hashes.iter().zip(chunks) {
-            assert!(self.cpu.put("ns", *hash, chunk), "a new key");
+            let stored = self.cpu.put("ns", *hash, chunk);
+            assert!(stored.expect("the pool's own memory"), "a new key");
         }
         self.cpu.get("ns", &hashes)
     }
