@@ -20,11 +20,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench import HOME, ROOT, Bench, Stop
+from bench import ROOT, Bench, Stop
 from lines import across, copies, engine, hashing, index, package, vllm
 from measure import Result
 
 DOCUMENT = ROOT / "docs" / "performance.md"
+# Kept beside the code, so that one line can be taken anew in a fresh clone and the others stay.
+RESULTS = ROOT / "benches" / "results.json"
 BEGIN, END = "<!-- the table: made by make bench -->", "<!-- end of the table -->"
 LINES: dict[str, Callable[[Bench], list[Result]]] = {
     "hash": hashing.run,
@@ -76,7 +78,7 @@ def main() -> int:
         return int(failed > 0)
     results = keep(measured)
     write_table(results)
-    print(f"written: {HOME / 'results.json'}, {DOCUMENT}")
+    print(f"written: {RESULTS}, {DOCUMENT}")
     return int(failed > 0)
 
 
@@ -91,15 +93,13 @@ def wait_for_quiet(max_load: float, max_wait: float) -> float:
 
 def keep(measured: dict[str, Any]) -> dict[str, Any]:
     """Joins what was measured now with the last figures of the other lines."""
-    path = HOME / "results.json"
-    HOME.mkdir(parents=True, exist_ok=True)
-    known = json.loads(path.read_text())["lines"] if path.exists() else {}
+    known = json.loads(RESULTS.read_text())["lines"] if RESULTS.exists() else {}
     lines = known | measured
     results = {
         "machine": machine(),
         "lines": {name: lines[name] for name in LINES if name in lines},
     }
-    path.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
+    RESULTS.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
     return results
 
 
