@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 from lmcache_rs import _native
 from lmcache_rs.config import LMCacheEngineConfig, LMCacheMetadata
 from lmcache_rs.gpu_connector import RegisteredCache, identity, register, slots_of
-from lmcache_rs.key import Namespaces
+from lmcache_rs.key import HASH_BYTES, Namespaces
 from lmcache_rs.layouts import Layout, LayoutError, require_layout
 from lmcache_rs.token_database import ChunkedTokenDatabase, mask_bytes, token_buffer
 
@@ -312,7 +312,7 @@ class LMCacheEngine:
         self, namespace: str, hashes: bytes, block_ids: Sequence[int], *, first: int = 0
     ) -> Stored:
         """Stores full chunks that lie in the given blocks; see `store`."""
-        num_tokens = len(hashes) // 32 * self.chunk_size
+        num_tokens = len(hashes) // HASH_BYTES * self.chunk_size
         registered = self._require_registered().cache
         return self._store(
             registered, namespace, hashes, num_tokens=num_tokens, blocks=block_ids, first=first
@@ -322,7 +322,7 @@ class LMCacheEngine:
         self, lookup_id: str, namespace: str, hashes: bytes, block_ids: Sequence[int], *, skip: int
     ) -> Loaded:
         """Writes the tokens from `skip` on of full chunks into the given blocks; see `retrieve`."""
-        num_tokens = len(hashes) // 32 * self.chunk_size
+        num_tokens = len(hashes) // HASH_BYTES * self.chunk_size
         registered = self._require_registered().cache
         return self._load(
             registered,

@@ -16,6 +16,8 @@ from lmcache_rs import _native
 if TYPE_CHECKING:
     from lmcache_rs.config import LMCacheEngineConfig, LMCacheMetadata
 
+HASH_BYTES = 32
+"""Bytes of a chain hash; packed hashes stand end to end."""
 TAG_PREFIX = "lmcache.tag."
 """Request configs under this prefix keep requests apart; all others leave the key alone."""
 

@@ -29,6 +29,7 @@ import time
 from typing import TYPE_CHECKING, Final, Protocol
 
 from lmcache_rs import _native
+from lmcache_rs.key import HASH_BYTES
 
 if TYPE_CHECKING:
     import zmq
@@ -48,7 +49,6 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-HASH_BYTES: Final = 32
 WAIT_US: Final = 200
 DEADLINE_MS: Final = 250
 MAX_MESSAGE_BYTES: Final = 4 << 20

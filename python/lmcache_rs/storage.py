@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self, cast, overload
 from lmcache_rs import _native
 from lmcache_rs._native import LocalCpu
 from lmcache_rs.config import LMCacheEngineConfig
+from lmcache_rs.key import HASH_BYTES
 from lmcache_rs.layouts import MemoryFormat, StoredForm
 
 if TYPE_CHECKING:
@@ -255,7 +256,7 @@ class LocalCPUBackend:
         for namespace, hashes in _runs(keys):
             found = self.local_cpu.longest_prefix(namespace, hashes)
             count += found
-            if found < len(hashes) // 32:
+            if found < len(hashes) // HASH_BYTES:
                 break
         return count
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lmcache_rs import _native
 from lmcache_rs.config import LMCacheEngineConfig, LMCacheMetadata
-from lmcache_rs.key import CacheEngineKey, Namespaces
+from lmcache_rs.key import HASH_BYTES, CacheEngineKey, Namespaces
 
 if TYPE_CHECKING:
     import numpy
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     Tokens = Sequence[int] | numpy.ndarray | torch.Tensor
     Mask = Sequence[bool] | numpy.ndarray | torch.Tensor
-
-HASH_BYTES = 32
 
 
 def resolve_none_hash(config: LMCacheEngineConfig, none_hash: bytes | None = None) -> bytes:

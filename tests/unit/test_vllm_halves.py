@@ -20,7 +20,7 @@ from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from lmcache_rs import LMCacheEngineConfig, LMCacheMetadata, lookup
+from lmcache_rs import LMCacheEngineConfig, LMCacheMetadata, _native, lookup
 from lmcache_rs.vllm_v1 import compat
 from lmcache_rs.vllm_v1.faults import Faults
 from lmcache_rs.vllm_v1.metadata import LMCacheConnectorMetadata
@@ -79,6 +79,13 @@ class Pair:
         num_new, is_async = self.scheduler.get_num_new_matched_tokens(request, local)
         assert is_async is False
         return num_new
+
+    @property
+    def pool(self) -> _native.LocalCpu:
+        engine = self.worker._engine
+        assert engine is not None
+        assert engine.local_cpu is not None
+        return engine.local_cpu
 
     def describe(
         self, scheduled: dict[Request, int], drafts: dict[str, list[int]] | None = None
@@ -299,14 +306,11 @@ def test_a_promise_outlives_every_attempt_to_evict_it(pair: Pair) -> None:
 
 def test_a_short_load_reports_its_blocks_drops_the_saves_and_winds_back(pair: Pair) -> None:
     request, external = promised(pair)
-    engine = pair.worker._engine
-    assert engine is not None
-    assert engine.local_cpu is not None
     # Nothing but a fault of ours can take leased bytes away; so the fault is made here.
-    engine.local_cpu.release(request.request_id)
+    pair.pool.release(request.request_id)
     hashes = pair.scheduler._trackers[request.request_id].chain.hashes()
     namespace = pair.scheduler._namespaces.text()
-    engine.local_cpu.remove(namespace, hashes[32:64])
+    pair.pool.remove(namespace, hashes[32:64])
     table = list(pair.tables[request.request_id])
     stored_before = pair.worker.counters()["stored_chunks"]
     pair.step({request: request.num_tokens - external})
@@ -315,7 +319,7 @@ def test_a_short_load_reports_its_blocks_drops_the_saves_and_winds_back(pair: Pa
     assert (counters["failed_loads"], counters["stored_chunks"]) == (1, stored_before)
 
     assert pair.evicted == set(table[2:]), "the failed blocks and all that was computed on them"
-    assert engine.local_cpu.longest_prefix(namespace, hashes[32:64]) == 0
+    assert pair.pool.longest_prefix(namespace, hashes[32:64]) == 0
 
     # vLLM takes the request back to the first failed block and computes it again.
     request.num_computed_tokens = 2 * BLOCK
@@ -328,14 +332,11 @@ def test_a_short_load_reports_its_blocks_drops_the_saves_and_winds_back(pair: Pa
 
 def test_a_step_described_before_a_failure_was_known_saves_nothing(pair: Pair) -> None:
     request, external = promised(pair)
-    engine = pair.worker._engine
-    assert engine is not None
-    assert engine.local_cpu is not None
     other = new_request(CHUNK, seed=5)
     pair.ask(other)
     pair.grant(other, 0)
-    engine.local_cpu.release(request.request_id)
-    engine.local_cpu.clear()
+    pair.pool.release(request.request_id)
+    pair.pool.clear()
     # With asynchronous scheduling the next step is described before this one's failure is reported.
     early = pair.describe({request: request.num_tokens - external})
     late = pair.describe({other: CHUNK})
@@ -352,16 +353,13 @@ def test_a_step_described_before_a_failure_was_known_saves_nothing(pair: Pair) -
 
 def test_what_the_index_could_not_give_is_not_promised_again(pair: Pair) -> None:
     request, external = promised(pair)
-    engine = pair.worker._engine
-    assert engine is not None
-    assert engine.local_cpu is not None
-    engine.local_cpu.release(request.request_id)
+    pair.pool.release(request.request_id)
     hashes = pair.scheduler._trackers[request.request_id].chain.hashes()
     namespace = pair.scheduler._namespaces.text()
     # An object of another size than the layout needs, under the second chunk's key.
-    engine.local_cpu.remove(namespace, hashes[32:64])
-    (foreign,) = engine.local_cpu.allocate([CHUNK_BYTES // 2]) or []
-    assert engine.local_cpu.put(namespace, hashes[32:64], foreign)
+    pair.pool.remove(namespace, hashes[32:64])
+    (foreign,) = pair.pool.allocate([CHUNK_BYTES // 2]) or []
+    assert pair.pool.put(namespace, hashes[32:64], foreign)
     del foreign
     pair.step({request: request.num_tokens - external})
     assert pair.failed
@@ -419,10 +417,7 @@ def test_what_was_evicted_is_stored_anew_so_that_its_suffix_can_be_reached(pair:
     pair.ask(request)
     pair.grant(request, 0)
     pair.step({request: 2 * CHUNK})
-    engine = pair.worker._engine
-    assert engine is not None
-    assert engine.local_cpu is not None
-    engine.local_cpu.clear()
+    pair.pool.clear()
     pair.step({request: CHUNK})
     assert pair.ask(again := new_request(3 * CHUNK + 1)) == 3 * CHUNK
     for done in (request, again):

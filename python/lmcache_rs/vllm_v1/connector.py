@@ -46,7 +46,6 @@ class LMCacheConnectorV1Dynamic(KVConnectorBase_V1):
         self._manager = LMCacheManager(
             vllm_config, kv_cache_config, is_scheduler=role == KVConnectorRole.SCHEDULER
         )
-
         self._unserved_block_ids: set[int] = set()
 
     def _guard(self, where: str, no_cache: Answer, work: Callable[[], Answer]) -> Answer:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from lmcache_rs import _native, lookup
 from lmcache_rs.cache_engine import LMCacheEngine
+from lmcache_rs.key import HASH_BYTES
 from lmcache_rs.layouts import Layout, MemoryFormat
 from lmcache_rs.vllm_v1 import compat
 from lmcache_rs.vllm_v1.metadata import (
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
 
     from lmcache_rs.config import LMCacheEngineConfig, LMCacheMetadata
     from lmcache_rs.vllm_v1.faults import Faults
-
-HASH_BYTES = 32
 
 
 class PoolTooSmallError(ValueError):
@@ -95,8 +94,8 @@ class LMCacheWorkerHalf:
             PoolTooSmallError, MemoryError, OSError: The cache cannot serve; the engine can.
             LayoutError: The tensors are not what they are declared to be.
         """
-        block_tokens = self._metadata.block_size or 1
-        chunk_bytes = block_bytes * len(tensors) * (self._config.chunk_size // block_tokens)
+        num_blocks = self._config.chunk_size // self._block_tokens
+        chunk_bytes = block_bytes * len(tensors) * num_blocks
         pool_bytes = self._config.max_local_cpu_bytes
         if self._config.local_cpu and pool_bytes < chunk_bytes:
             raise PoolTooSmallError(
@@ -109,7 +108,7 @@ class LMCacheWorkerHalf:
         layout: Layout = "mla" if by_token else "opaque"
         engine = LMCacheEngine(self._config, self._metadata, layout=layout)
         try:
-            engine.register_kv_caches(tensors, block_tokens=block_tokens)
+            engine.register_kv_caches(tensors, block_tokens=self._block_tokens)
             if engine.local_cpu is not None:
                 if self._in_scheduler_process:
                     lookup.register_local(self._lookup_id, 0, engine.local_cpu)

@@ -253,9 +253,6 @@ impl LocalCpu {
             let chunk = ChunkMut::new(Arc::clone(&bank), extent, len, Some(ticket));
             reserved.chunks.push((position, chunk));
         }
-        if reserved.chunks.is_empty() {
-            state.index.touch(id, hashes);
-        }
         drop(state);
         drop((garbage, bank));
         reserved
