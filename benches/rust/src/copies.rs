@@ -108,18 +108,14 @@ impl Scene {
     fn gather(&self, chunks: Vec<ChunkMut>) -> Vec<ChunkMut> {
         let mut job =
             CopyJob::begin(&self.paged, chunks.into_iter().zip(self.spans())).expect("in range");
-        for layer in 0..job.num_layers() {
-            job.layer(layer);
-        }
+        job.all_layers();
         job.finish()
     }
 
     fn scatter(&self, objects: &[MemoryObj]) {
         let parts = objects.iter().cloned().zip(self.spans());
         let mut job = CopyJob::begin(&self.paged, parts).expect("in range");
-        for layer in 0..job.num_layers() {
-            job.layer(layer);
-        }
+        job.all_layers();
     }
 
     fn publish(&self, chunks: Vec<ChunkMut>) -> Vec<MemoryObj> {
