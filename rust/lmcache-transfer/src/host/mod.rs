@@ -72,6 +72,13 @@ impl PagedCache {
         })
     }
 
+    /// Lets a copy use at most `max_threads`, the caller's own included; unset: four, or as many processors as
+    /// the caller may use, if these are fewer.
+    pub fn with_max_threads(mut self, max_threads: usize) -> Self {
+        self.tuning.max_threads = max_threads;
+        self
+    }
+
     #[cfg(test)]
     fn with_tuning(self, tuning: Tuning) -> Self {
         Self { tuning, ..self }
@@ -194,3 +201,6 @@ impl fmt::Debug for PagedCache {
             .finish_non_exhaustive()
     }
 }
+
+#[cfg(test)]
+mod tests;
