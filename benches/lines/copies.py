@@ -27,9 +27,7 @@ def _row(case: dict[str, Any], must: float, limits: tuple[str, ...], words: str)
     # Alone, and shared out to as many threads as the limits then get.
     ways = ("", "_shared") if case["threads"] > 1 else ("",)
     names = [name + way for way in ways for name in ("ours", "memcpy", "streamed")]
-    speed = {
-        name: spread([case["bytes"] / time for time in case[name]]).median for name in names
-    }
+    speed = {name: spread([case["bytes"] / time for time in case[name]]).median for name in names}
     told, found = [], []
     for way in ways:
         best = max(limits, key=lambda name: speed[name + way])
