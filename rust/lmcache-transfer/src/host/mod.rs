@@ -146,13 +146,7 @@ impl PagedCache {
         call_bytes: usize,
         work: impl Fn(T) + Sync,
     ) {
-        // Asked each time: an engine binds its threads when it likes. One bound to a single processor, as
-        // vLLM's are on the CPU, would only be slowed by company there.
-        let num_threads = if call_bytes >= self.tuning.shared_from {
-            self.tuning.max_threads.min(pool::allowed_cpus())
-        } else {
-            1
-        };
+        let num_threads = self.num_threads(call_bytes);
         if num_threads < 2 {
             return steps.for_each(work);
         }
@@ -169,6 +163,23 @@ impl PagedCache {
                 work(step);
             }
         });
+    }
+
+    /// Threads for a call, the caller's own included.
+    fn num_threads(&self, call_bytes: usize) -> usize {
+        if call_bytes < self.tuning.shared_from || self.tuning.max_threads < 2 {
+            return 1;
+        }
+        // Asked each time: an engine binds its threads when it likes. One bound to a single processor, as
+        // vLLM's are on the CPU, would only be slowed by company there.
+        let num_threads = self.tuning.max_threads.min(pool::allowed_cpus());
+        if num_threads < 2 || self.tuning.even_if_busy {
+            return num_threads;
+        }
+        // A thread that joins and then waits for a processor, with a piece of the copy in its hands, costs
+        // more than it brings (measured on a machine with ten times as many threads as processors: the copy
+        // took two to five times as long as alone).
+        num_threads.min(1 + pool::idle_cpus())
     }
 
     fn style(&self, stream: bool) -> Style {

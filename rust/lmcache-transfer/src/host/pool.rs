@@ -4,6 +4,7 @@
 //! engines share no thread, and a forked child, which may not use its parent's handles, starts its own.
 
 use std::any::Any;
+use std::fs;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -142,11 +143,32 @@ pub(super) fn allowed_cpus() -> usize {
     usize::try_from(unsafe { libc::CPU_COUNT(&set) }).map_or(1, |count| count.max(1))
 }
 
+/// Processors of the machine that nothing runs on now; all that could be where the system does not say.
+pub(super) fn idle_cpus() -> usize {
+    // SAFETY: reads a number.
+    let online = unsafe { libc::sysconf(libc::_SC_NPROCESSORS_ONLN) };
+    let online = usize::try_from(online).unwrap_or(usize::MAX);
+    let load = fs::read_to_string("/proc/loadavg").unwrap_or_default();
+    online.saturating_sub(num_runnable(&load).unwrap_or(0))
+}
+
+/// Threads that run or want to, this one included: the fourth word of /proc/loadavg, `3/812`.
+fn num_runnable(load: &str) -> Option<usize> {
+    let (runnable, _) = load.split_whitespace().nth(3)?.split_once('/')?;
+    runnable.parse().ok()
+}
+
 #[cfg(test)]
 mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering};
 
     use super::*;
+
+    #[test]
+    fn threads_that_want_to_run_are_read_from_the_load() {
+        assert_eq!(num_runnable("20.35 18.33 12.65 3/812 12345\n"), Some(3));
+        assert_eq!(num_runnable("20.35 18.33 12.65"), None);
+    }
 
     #[test]
     fn work_is_over_when_share_returns() {

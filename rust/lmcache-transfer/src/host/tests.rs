@@ -95,6 +95,7 @@ fn tuning(stream: bool, num_threads: usize, wide: bool) -> Tuning {
         stream_scatter_from: stream_from,
         shared_from: 0,
         max_threads: num_threads,
+        even_if_busy: true,
         wide,
     }
 }

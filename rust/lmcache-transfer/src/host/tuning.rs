@@ -7,8 +7,8 @@ use std::path::Path;
 const MAX_THREADS: usize = 4;
 /// Where the system does not say how large its last cache is.
 const USUAL_CACHE_BYTES: usize = 32 << 20;
-/// Waking a thread takes some 20 to 60 µs; one thread moves this much in some 400.
-const SHARED_FROM: usize = 8 << 20;
+/// Waking a thread takes some 20 to 60 µs; one thread moves this much in 500 and more.
+const SHARED_FROM: usize = 16 << 20;
 
 /// Sizes in bytes of one call, over all chunks and layers that it moves.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -21,6 +21,8 @@ pub(super) struct Tuning {
     pub(super) shared_from: usize,
     /// The caller's own thread included.
     pub(super) max_threads: usize,
+    /// Whether to wake threads even where no processor is idle.
+    pub(super) even_if_busy: bool,
     /// Whether to use wide instructions where the processor has them.
     pub(super) wide: bool,
 }
@@ -41,6 +43,7 @@ impl Tuning {
             stream_scatter_from: cache_bytes / 2,
             shared_from: SHARED_FROM,
             max_threads: MAX_THREADS,
+            even_if_busy: false,
             wide: true,
         }
     }
