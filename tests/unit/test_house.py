@@ -39,7 +39,7 @@ UNIT_TESTS = re.compile(r"^#\[cfg\(test\)\]\nmod \w+ \{", re.MULTILINE)
 UNSAFE_ALLOWED = re.compile(
     # region_loom stands in for the region under loom and is in no wheel.
     r"lmcache-memory/src/(region|region_loom|object)\.rs"
-    r"|lmcache-transfer/src/(host\.rs|cuda/.+\.rs)"
+    r"|lmcache-transfer/src/(host/.+\.rs|cuda/.+\.rs)"
     r"|lmcache-python/src/(memory|transfer)\.rs"
 )
 

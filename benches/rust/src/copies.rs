@@ -35,7 +35,8 @@ struct Piece {
 struct Scene {
     _memory: Vec<Vec<u8>>,
     bases: Vec<usize>,
-    paged: Arc<PagedCache>,
+    /// The engine's memory, registered for copies by one thread, and for as many as the executor takes.
+    paged: [Arc<PagedCache>; 2],
     cpu: LocalCpu,
     chunk_tokens: usize,
     /// Block table of each chunk.
@@ -64,18 +65,22 @@ impl Scene {
             .map(|layer| (layer.as_mut_ptr() as usize).next_multiple_of(PAGE))
             .collect();
         let table: Vec<(usize, usize)> = bases.iter().map(|&base| (base, layer_bytes)).collect();
-        // SAFETY: the scene owns the memory and hands it out by address alone; one copy runs at a time.
-        let paged = unsafe { PagedCache::new(&table, layout, num_blocks, Box::new(())) };
-        let paged = Arc::new(paged.expect("blocks lie inside their layer"));
-        let chunk_bytes =
-            layout.layer_bytes(chunk_tokens).expect("whole blocks") * paged.num_layers();
+        let register = || {
+            // SAFETY: the scene owns the memory and hands it out by address alone; one copy runs at a time.
+            let paged = unsafe { PagedCache::new(&table, layout, num_blocks, Box::new(())) };
+            paged.expect("blocks lie inside their layer")
+        };
+        let chunk_bytes = layout.layer_bytes(chunk_tokens).expect("whole blocks") * num_layers;
         let capacity = num_chunks * (chunk_bytes.next_multiple_of(PAGE) + PAGE);
         let cpu = LocalCpu::new(capacity as u64, Duration::from_secs(3600));
         let order = Numbers(17).shuffled(num_blocks);
         Self {
             _memory: memory,
+            paged: [
+                Arc::new(register().with_max_threads(1)),
+                Arc::new(register()),
+            ],
             bases,
-            paged,
             cpu: cpu.expect("a pool of some hundred MiB"),
             chunk_tokens,
             tables: order
@@ -105,21 +110,17 @@ impl Scene {
             .expect("the pool holds all chunks")
     }
 
-    fn gather(&self, chunks: Vec<ChunkMut>) -> Vec<ChunkMut> {
-        let mut job =
-            CopyJob::begin(&self.paged, chunks.into_iter().zip(self.spans())).expect("in range");
-        for layer in 0..job.num_layers() {
-            job.layer(layer);
-        }
+    fn gather(&self, by: usize, chunks: Vec<ChunkMut>) -> Vec<ChunkMut> {
+        let mut job = CopyJob::begin(&self.paged[by], chunks.into_iter().zip(self.spans()))
+            .expect("in range");
+        job.all_layers();
         job.finish()
     }
 
-    fn scatter(&self, objects: &[MemoryObj]) {
+    fn scatter(&self, by: usize, objects: &[MemoryObj]) {
         let parts = objects.iter().cloned().zip(self.spans());
-        let mut job = CopyJob::begin(&self.paged, parts).expect("in range");
-        for layer in 0..job.num_layers() {
-            job.layer(layer);
-        }
+        let mut job = CopyJob::begin(&self.paged[by], parts).expect("in range");
+        job.all_layers();
     }
 
     fn publish(&self, chunks: Vec<ChunkMut>) -> Vec<MemoryObj> {
@@ -257,87 +258,76 @@ fn measure(scene: &Scene, name: &str, pairs: usize, pieces_of: impl Fn(&[usize])
             len: piece.len,
         })
         .collect();
-    chunks = scene.gather(chunks);
+    chunks = scene.gather(0, chunks);
     let mut case = Series::default();
     for pair in 0..pairs {
-        case.limits(&inwards, pair, |series| {
-            let cpu = cpu_time();
-            let (time, back) = timed(|| scene.gather(std::mem::take(&mut chunks)));
+        case.pair(&inwards, pair, |by| {
+            let (time, back) = timed(|| scene.gather(by, std::mem::take(&mut chunks)));
             chunks = back;
-            series.ours(time, cpu_time() - cpu);
+            time
         });
     }
     case.print(&format!("gather/{name}"), scene.bytes());
     let objects = scene.publish(chunks);
     let mut case = Series::default();
-    scene.scatter(&objects);
+    scene.scatter(0, &objects);
     for pair in 0..pairs {
-        case.limits(&outwards, pair, |series| {
-            let cpu = cpu_time();
-            let (time, ()) = timed(|| scene.scatter(&objects));
-            series.ours(time, cpu_time() - cpu);
+        case.pair(&outwards, pair, |by| {
+            timed(|| scene.scatter(by, &objects)).0
         });
     }
     case.print(&format!("scatter/{name}"), scene.bytes());
 }
 
+/// The arms of a case: ours, memcpy and non-temporal stores, each by one thread and by several.
+const ARMS: [&str; 6] = [
+    "ours",
+    "memcpy",
+    "streamed",
+    "ours_shared",
+    "memcpy_shared",
+    "streamed_shared",
+];
+
 #[derive(Default)]
-struct Series {
-    ours: Vec<u64>,
-    threads: f64,
-    memcpy: Vec<u64>,
-    streamed: Vec<u64>,
-    streamed_by_two: Vec<u64>,
-}
+struct Series([Vec<u64>; ARMS.len()]);
 
 impl Series {
-    fn ours(&mut self, time: u64, cpu: u64) {
-        self.ours.push(time);
-        self.threads = self.threads.max(cpu as f64 / time as f64);
-    }
-
-    /// One pair: ours and the limits, at as many threads as ours was seen to use, in turning order.
-    fn limits(&mut self, pieces: &[Piece], pair: usize, mut ours: impl FnMut(&mut Self)) {
-        if pair.is_multiple_of(2) {
-            ours(self);
-        }
-        let threads = if self.threads > 1.3 {
-            self.threads.ceil() as usize
-        } else {
-            1
-        };
-        let (time, ()) = timed(|| copy(pieces, threads, memcpy));
-        self.memcpy.push(time);
-        let (time, ()) = timed(|| copy(pieces, threads, streamed));
-        self.streamed.push(time);
-        let (time, ()) = timed(|| copy(pieces, 2, streamed));
-        self.streamed_by_two.push(time);
-        if pair % 2 == 1 {
-            ours(self);
+    /// Every arm once; each pair begins with another one, and every second one goes backwards.
+    fn pair(&mut self, pieces: &[Piece], pair: usize, mut ours: impl FnMut(usize) -> u64) {
+        for step in 0..ARMS.len() {
+            let arm = (pair + step) % ARMS.len();
+            let arm = if pair % 2 == 1 {
+                ARMS.len() - 1 - arm
+            } else {
+                arm
+            };
+            let threads = if arm < 3 { 1 } else { shared_threads() };
+            let time = match arm % 3 {
+                0 => ours(arm / 3),
+                1 => timed(|| copy(pieces, threads, memcpy)).0,
+                _ => timed(|| copy(pieces, threads, streamed)).0,
+            };
+            self.0[arm].push(time);
         }
     }
 
     fn print(&self, name: &str, bytes: usize) {
-        Case::new(name)
-            .samples("ours", &self.ours)
-            .samples("memcpy", &self.memcpy)
-            .samples("streamed", &self.streamed)
-            .samples("streamed_by_two", &self.streamed_by_two)
-            .fact("bytes", bytes as f64)
-            .fact("threads", self.threads)
+        let mut case = Case::new(name);
+        for (arm, times) in ARMS.iter().zip(&self.0) {
+            case.samples(arm, times);
+        }
+        case.fact("bytes", bytes as f64)
+            .fact("threads", shared_threads() as f64)
             .print();
     }
 }
 
-/// Nanoseconds of all threads of this process together.
-fn cpu_time() -> u64 {
-    let mut time = libc::timespec {
-        tv_sec: 0,
-        tv_nsec: 0,
-    };
-    // SAFETY: the clock exists on Linux, and the place to write to is ours.
-    unsafe { libc::clock_gettime(libc::CLOCK_PROCESS_CPUTIME_ID, &mut time) };
-    time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
+/// Threads that the executor takes for copies as large as these.
+fn shared_threads() -> usize {
+    thread::available_parallelism()
+        .map_or(1, usize::from)
+        .min(4)
 }
 
 fn copy(pieces: &[Piece], threads: usize, one: fn(Piece)) {

@@ -1,5 +1,6 @@
 //! A set of chunks on their way, a layer at a time.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use lmcache_core::layout::{CopyPlan, Placement};
@@ -66,13 +67,17 @@ impl<C> CopyJob<C> {
 
     /// Bytes the job moves over all layers.
     pub fn bytes(&self) -> usize {
-        let per_layer: usize = self.parts.iter().map(|part| part.plan.bytes()).sum();
-        per_layer * self.paged.num_layers()
+        self.layer_bytes() * self.num_layers()
     }
 
     /// Layers of the cache.
     pub fn num_layers(&self) -> usize {
         self.paged.num_layers()
+    }
+
+    /// Bytes the job moves in one layer.
+    fn layer_bytes(&self) -> usize {
+        self.parts.iter().map(|part| part.plan.bytes()).sum()
     }
 
     /// Gives the chunks back, in order.
@@ -81,44 +86,68 @@ impl<C> CopyJob<C> {
     }
 }
 
-impl CopyJob<ChunkMut> {
-    /// Gathers one layer of every chunk.
-    pub fn layer(&mut self, layer: usize) {
-        for part in &mut self.parts {
-            let range = layer * part.layer_bytes..(layer + 1) * part.layer_bytes;
-            self.paged
-                .gather(layer, &part.plan, &mut part.chunk.bytes_mut()[range]);
+/// The faces of both directions: one layer, or all of them in one call. `$bytes` gives a chunk's.
+macro_rules! layers {
+    ($chunk:ty, $does:literal, $move:ident, $bytes:expr) => {
+        impl CopyJob<$chunk> {
+            #[doc = concat!($does, " one layer of every chunk.")]
+            pub fn layer(&mut self, layer: usize) {
+                self.$move(layer..layer + 1, $bytes);
+            }
+
+            #[doc = concat!($does, " all layers of every chunk; threads share a large copy.")]
+            pub fn all_layers(&mut self) {
+                self.$move(0..self.num_layers(), $bytes);
+            }
         }
+    };
+}
+
+layers!(ChunkMut, "Gathers", gather, ChunkMut::bytes_mut);
+layers!(&mut [u8], "Gathers", gather, |chunk| chunk);
+layers!(MemoryObj, "Scatters", scatter, MemoryObj::bytes);
+layers!(&[u8], "Scatters", scatter, |chunk| chunk);
+
+impl<C> CopyJob<C> {
+    fn gather(&mut self, layers: Range<usize>, bytes: fn(&mut C) -> &mut [u8])
+    where
+        C: Send,
+    {
+        let call_bytes = self.layer_bytes() * layers.len();
+        let steps = self.parts.iter_mut().flat_map(|part| {
+            let range = part.range(&layers);
+            // A chunk without tokens has no bytes.
+            let targets = bytes(&mut part.chunk)[range].chunks_exact_mut(part.layer_bytes.max(1));
+            let plan = &part.plan;
+            let steps = layers.clone().zip(targets);
+            steps.map(move |(layer, target)| (layer, plan, target))
+        });
+        self.paged.each(steps, call_bytes, |(layer, plan, target)| {
+            self.paged.gather(layer, plan, target, call_bytes);
+        });
+    }
+
+    fn scatter(&mut self, layers: Range<usize>, bytes: fn(&C) -> &[u8])
+    where
+        C: Sync,
+    {
+        let call_bytes = self.layer_bytes() * layers.len();
+        let steps = self.parts.iter().flat_map(|part| {
+            let range = part.range(&layers);
+            let sources = bytes(&part.chunk)[range].chunks_exact(part.layer_bytes.max(1));
+            let plan = &part.plan;
+            let steps = layers.clone().zip(sources);
+            steps.map(move |(layer, source)| (layer, plan, source))
+        });
+        self.paged.each(steps, call_bytes, |(layer, plan, source)| {
+            self.paged.scatter(layer, plan, source, call_bytes);
+        });
     }
 }
 
-impl CopyJob<MemoryObj> {
-    /// Scatters one layer of every chunk.
-    pub fn layer(&mut self, layer: usize) {
-        for part in &self.parts {
-            let range = layer * part.layer_bytes..(layer + 1) * part.layer_bytes;
-            self.paged
-                .scatter(layer, &part.plan, &part.chunk.bytes()[range]);
-        }
-    }
-}
-
-impl CopyJob<&mut [u8]> {
-    /// Gathers one layer of every chunk into memory of the caller's.
-    pub fn layer(&mut self, layer: usize) {
-        for part in &mut self.parts {
-            let range = layer * part.layer_bytes..(layer + 1) * part.layer_bytes;
-            self.paged.gather(layer, &part.plan, &mut part.chunk[range]);
-        }
-    }
-}
-
-impl CopyJob<&[u8]> {
-    /// Scatters one layer of every chunk out of memory of the caller's.
-    pub fn layer(&mut self, layer: usize) {
-        for part in &self.parts {
-            let range = layer * part.layer_bytes..(layer + 1) * part.layer_bytes;
-            self.paged.scatter(layer, &part.plan, &part.chunk[range]);
-        }
+impl<C> Part<C> {
+    /// Where the bytes of `layers` lie in the chunk.
+    fn range(&self, layers: &Range<usize>) -> Range<usize> {
+        layers.start * self.layer_bytes..layers.end * self.layer_bytes
     }
 }

@@ -153,9 +153,7 @@ pub fn store(
     });
     let mut job = CopyJob::begin(paged, parts)?;
     stored.bytes = job.bytes();
-    for layer in 0..job.num_layers() {
-        job.layer(layer);
-    }
+    job.all_layers();
     let written = job.finish();
     if !written.is_empty() {
         local_cpu.commit(chunks.namespace, hashes, written);
@@ -205,9 +203,7 @@ pub fn load(
         }
     }
     let mut job = CopyJob::begin(paged, parts)?;
-    for layer in 0..job.num_layers() {
-        job.layer(layer);
-    }
+    job.all_layers();
     loaded.tokens = loaded.end - skip;
     loaded.bytes = job.bytes();
     Ok(loaded)
@@ -226,9 +222,7 @@ pub fn gather<'a>(
         sized.push((target, span));
     }
     let mut job = CopyJob::begin(paged, sized)?;
-    for layer in 0..job.num_layers() {
-        job.layer(layer);
-    }
+    job.all_layers();
     Ok(job.bytes())
 }
 
@@ -245,9 +239,7 @@ pub fn scatter<'a>(
         sized.push((source, span));
     }
     let mut job = CopyJob::begin(paged, sized)?;
-    for layer in 0..job.num_layers() {
-        job.layer(layer);
-    }
+    job.all_layers();
     Ok(job.bytes())
 }
 
