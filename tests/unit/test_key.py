@@ -92,7 +92,7 @@ def test_layers_are_addresses_into_the_chunk() -> None:
     chunk = key(request_configs={"lmcache.tag.a": 1})
     layers = chunk.split_layers(3)
     assert [layer.layer_id for layer in layers] == [0, 1, 2]
-    assert layers[0] == chunk.get_first_layer()
+    assert layers[0] == chunk.get_first_layer() != layers[1]
     assert len({layer.to_string() for layer in layers} | {chunk.to_string()}) == 4
     for layer in layers:
         assert layer.to_chunk_key() == chunk

@@ -137,12 +137,15 @@ impl fmt::Debug for ChunkMut {
     }
 }
 
+/// In this order, so that all a lookup reads or counts lies with the count of handles, in one cache line or two.
+#[repr(C)]
 struct Sealed {
+    /// Lookups that hold the object for a request not yet allocated. Only for the share such leases may
+    /// take of the pool; what may be evicted is decided by sole ownership alone. Counted under the store's
+    /// lock alone, so that a count needs no locked operation.
+    waiting: AtomicU32,
     piece: Piece,
     key: Option<IndexKey>,
-    /// Lookups that hold the object for a request not yet allocated. Only for the share such leases may
-    /// take of the pool; what may be evicted is decided by sole ownership alone.
-    waiting: AtomicU32,
 }
 
 /// A ref-counted, immutable view of a stored chunk. Holding one is a lease: the bytes stay.
@@ -205,14 +208,18 @@ impl MemoryObj {
         Some(std::mem::replace(&mut sealed.piece.extent, nothing))
     }
 
-    /// Counts one more lookup that holds the object; true if it is the first.
+    /// Counts one more lookup that holds the object; true if it is the first. Under the store's lock.
     pub(crate) fn begin_waiting(&self) -> bool {
-        self.0.waiting.fetch_add(1, Ordering::Relaxed) == 0
+        let before = self.0.waiting.load(Ordering::Relaxed);
+        self.0.waiting.store(before + 1, Ordering::Relaxed);
+        before == 0
     }
 
-    /// Counts one lookup less; true if it was the last.
+    /// Counts one lookup less; true if it was the last. Under the store's lock.
     pub(crate) fn end_waiting(&self) -> bool {
-        self.0.waiting.fetch_sub(1, Ordering::Relaxed) == 1
+        let before = self.0.waiting.load(Ordering::Relaxed);
+        self.0.waiting.store(before - 1, Ordering::Relaxed);
+        before == 1
     }
 
     pub(crate) fn is_waited_for(&self) -> bool {
