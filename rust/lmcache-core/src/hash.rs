@@ -166,7 +166,7 @@ impl ExtraKeys {
 
 /// Hashes chunks one after the other, in one buffer.
 ///
-/// SHA-256 works through a block in a chain of operations that each wait for the one before, and leaves half
+/// SHA-256 works through a block in a chain of operations that each wait for the one before, and leaves much
 /// of the processor idle. So the blocks that are full are hashed behind the emission of the next few tokens,
 /// which waits for nothing: the processor does both at once.
 pub(crate) struct ChunkHasher {
