@@ -141,8 +141,7 @@ impl fmt::Debug for ChunkMut {
 #[repr(C)]
 struct Sealed {
     /// Lookups that hold the object for a request not yet allocated. Only for the share such leases may
-    /// take of the pool; what may be evicted is decided by sole ownership alone. Counted under the store's
-    /// lock alone, so that a count needs no locked operation.
+    /// take of the pool; what may be evicted is decided by sole ownership alone.
     waiting: AtomicU32,
     piece: Piece,
     key: Option<IndexKey>,
@@ -208,18 +207,14 @@ impl MemoryObj {
         Some(std::mem::replace(&mut sealed.piece.extent, nothing))
     }
 
-    /// Counts one more lookup that holds the object; true if it is the first. Under the store's lock.
+    /// Counts one more lookup that holds the object; true if it is the first.
     pub(crate) fn begin_waiting(&self) -> bool {
-        let before = self.0.waiting.load(Ordering::Relaxed);
-        self.0.waiting.store(before + 1, Ordering::Relaxed);
-        before == 0
+        self.0.waiting.fetch_add(1, Ordering::Relaxed) == 0
     }
 
-    /// Counts one lookup less; true if it was the last. Under the store's lock.
+    /// Counts one lookup less; true if it was the last.
     pub(crate) fn end_waiting(&self) -> bool {
-        let before = self.0.waiting.load(Ordering::Relaxed);
-        self.0.waiting.store(before - 1, Ordering::Relaxed);
-        before == 1
+        self.0.waiting.fetch_sub(1, Ordering::Relaxed) == 1
     }
 
     pub(crate) fn is_waited_for(&self) -> bool {
