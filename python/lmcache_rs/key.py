@@ -6,10 +6,9 @@ it, not an entry of its own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from lmcache_rs import _native
 
@@ -34,9 +33,54 @@ def tags_of(request_configs: Mapping[str, Any] | None) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True, slots=True)
+class _Space:
+    """What all keys of a namespace share: every part but the hash, and its text form."""
+
+    __slots__ = (
+        "facts",
+        "kv_dtype",
+        "model_name",
+        "request_configs",
+        "tags",
+        "text",
+        "worker_id",
+        "world_size",
+    )
+
+    def __init__(
+        self,
+        model_name: str,
+        world_size: int,
+        worker_id: int,
+        kv_dtype: str,
+        request_configs: Mapping[str, Any] | None,
+        facts: Mapping[str, str],
+    ) -> None:
+        self.model_name = model_name
+        self.world_size = world_size
+        self.worker_id = worker_id
+        self.kv_dtype = kv_dtype
+        self.request_configs = request_configs
+        self.facts = facts
+        self.tags = tags_of(request_configs)
+        self.text = self.encode()
+
+    def encode(self, chunk_hash: bytes | None = None, layer_id: int | None = None) -> str:
+        """The text form, of a key if a hash is given."""
+        return _native.encode_key(
+            self.model_name,
+            self.world_size,
+            self.worker_id,
+            self.kv_dtype,
+            dict(self.facts),
+            self.tags,
+            chunk_hash,
+            layer_id,
+        )
+
+
 class CacheEngineKey:
-    """The whole key of a chunk. Keys are equal if their text forms are.
+    """The whole key of a chunk. Keys are equal if their text forms are. They do not change.
 
     Args:
         model_name: The model's name as the engine serves it.
@@ -46,54 +90,100 @@ class CacheEngineKey:
         kv_dtype: Resolved element type of the KV.
         request_configs: The request's configs; of them only `lmcache.tag.*` enter the key.
         facts: Further facts about model, engine and stored form, by name.
+
+    Raises:
+        TypeError, ValueError: A part, or a tag's value, that cannot be part of a key.
     """
 
-    model_name: str
-    world_size: int
-    worker_id: int
+    __slots__ = ("_space", "chunk_hash")
+
+    _space: _Space
     chunk_hash: bytes
-    kv_dtype: str
-    request_configs: Mapping[str, Any] | None = field(default=None, hash=False, compare=False)
-    facts: Mapping[str, str] = field(default_factory=dict, hash=False, compare=False)
-    _text: str = field(init=False, default="", repr=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_text", self._encode())
+    def __init__(
+        self,
+        model_name: str,
+        world_size: int,
+        worker_id: int,
+        chunk_hash: bytes,
+        kv_dtype: str,
+        request_configs: Mapping[str, Any] | None = None,
+        facts: Mapping[str, str] = _NO_FACTS,
+    ) -> None:
+        space = _Space(model_name, world_size, worker_id, kv_dtype, request_configs, facts)
+        space.encode(chunk_hash)  # refuses what is no hash
+        object.__setattr__(self, "_space", space)
+        object.__setattr__(self, "chunk_hash", chunk_hash)
 
-    def _encode(self, layer_id: int | None = None) -> str:
-        return _native.encode_key(
-            self.model_name,
-            self.world_size,
-            self.worker_id,
-            self.kv_dtype,
-            dict(self.facts),
-            tags_of(self.request_configs),
-            self.chunk_hash,
-            layer_id,
-        )
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        raise AttributeError(f"a key does not change: cannot set {name!r}; make another key")
+
+    def __delattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"a key does not change: cannot delete {name!r}; make another key")
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, CacheEngineKey) or type(other) is not type(self):
+            return NotImplemented
+        return self._identity() == other._identity()
+
+    def __hash__(self) -> int:
+        return hash(self._identity())
+
+    def _identity(self) -> tuple[object, ...]:
+        return self.chunk_hash, self._space.text
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.to_string()!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CacheEngineKey.from_string, (self.to_string(),)
+
+    @property
+    def model_name(self) -> str:
+        """The model's name."""
+        return self._space.model_name
+
+    @property
+    def world_size(self) -> int:
+        """Ranks among which the KV is split."""
+        return self._space.world_size
+
+    @property
+    def worker_id(self) -> int:
+        """The rank that holds this part."""
+        return self._space.worker_id
+
+    @property
+    def kv_dtype(self) -> str:
+        """Element type of the KV."""
+        return self._space.kv_dtype
+
+    @property
+    def request_configs(self) -> Mapping[str, Any] | None:
+        """The configs that the key was made with."""
+        return self._space.request_configs
+
+    @property
+    def facts(self) -> Mapping[str, str]:
+        """Further facts, by name."""
+        return self._space.facts
 
     @property
     def tags(self) -> dict[str, Any]:
         """The tags that enter the key."""
-        return tags_of(self.request_configs)
+        return dict(self._space.tags)
 
     @property
     def namespace(self) -> str:
         """The text form of everything but the hash."""
-        return namespace_text(
-            self.model_name,
-            self.world_size,
-            self.worker_id,
-            self.kv_dtype,
-            self.facts,
-            self.request_configs,
-        )
+        return self._space.text
 
     def to_string(self) -> str:
         """The text form: injective, and `from_string` reads it back."""
-        return self._text
+        return self._space.encode(self.chunk_hash)
 
-    __str__ = to_string
+    def __str__(self) -> str:
+        return self.to_string()
 
     @staticmethod
     def from_string(text: str) -> CacheEngineKey:
@@ -113,54 +203,78 @@ class CacheEngineKey:
 
     def split_layers(self, num_layers: int) -> list[LayerCacheEngineKey]:
         """The addresses of the chunk's layers, first to last."""
-        parts = {
-            part.name: getattr(self, part.name) for part in fields(CacheEngineKey) if part.init
-        }
-        return [LayerCacheEngineKey(**parts, layer_id=layer) for layer in range(num_layers)]
+        return [_layer_key(self._space, self.chunk_hash, layer) for layer in range(num_layers)]
 
     def get_first_layer(self) -> LayerCacheEngineKey:
         """The address of the chunk's first layer."""
         return self.split_layers(1)[0]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCacheEngineKey(CacheEngineKey):
     """The address of one layer of a chunk.
 
     Args:
-        layer_id: The layer, from 0.
+        layer_id: The layer, from 0. The others are those of `CacheEngineKey`.
     """
+
+    __slots__ = ("layer_id",)
 
     layer_id: int
 
-    def _encode(self, layer_id: int | None = None) -> str:
-        return CacheEngineKey._encode(self, self.layer_id)
+    def __init__(
+        self,
+        model_name: str,
+        world_size: int,
+        worker_id: int,
+        chunk_hash: bytes,
+        kv_dtype: str,
+        request_configs: Mapping[str, Any] | None = None,
+        facts: Mapping[str, str] = _NO_FACTS,
+        *,
+        layer_id: int,
+    ) -> None:
+        super().__init__(
+            model_name, world_size, worker_id, chunk_hash, kv_dtype, request_configs, facts
+        )
+        self._space.encode(chunk_hash, layer_id)  # refuses what is no layer
+        object.__setattr__(self, "layer_id", layer_id)
 
-    __str__ = CacheEngineKey.to_string
+    def _identity(self) -> tuple[object, ...]:
+        return self.chunk_hash, self._space.text, self.layer_id
+
+    def to_string(self) -> str:
+        """The text form: injective, and `from_string` reads it back."""
+        return self._space.encode(self.chunk_hash, self.layer_id)
 
     def to_chunk_key(self) -> CacheEngineKey:
         """The key of the chunk that the layer is part of."""
-        parts = {
-            part.name: getattr(self, part.name) for part in fields(CacheEngineKey) if part.init
-        }
-        return CacheEngineKey(**parts)
+        ((_, _, key),) = _chunk_keys(self._space, [(0, 0, self.chunk_hash)])
+        return key
 
 
-def namespace_text(
-    model_name: str,
-    world_size: int,
-    worker_id: int,
-    kv_dtype: str,
-    facts: Mapping[str, str],
-    request_configs: Mapping[str, Any] | None,
-) -> str:
-    """The text form of everything but the tokens that decides a chunk's bytes.
+# A call makes thousands of keys at a time: the slots are set past `__init__`, which checks what was
+# checked when the space was made.
+_set_space: Callable[[CacheEngineKey, _Space], None] = vars(CacheEngineKey)["_space"].__set__
+_set_hash: Callable[[CacheEngineKey, bytes], None] = vars(CacheEngineKey)["chunk_hash"].__set__
 
-    Raises:
-        TypeError, ValueError: A tag has a value that cannot be part of a key.
-    """
-    tags = tags_of(request_configs)
-    return _native.encode_key(model_name, world_size, worker_id, kv_dtype, dict(facts), tags)
+
+def _chunk_keys(
+    space: _Space, spans: Iterable[tuple[int, int, bytes]]
+) -> Iterator[tuple[int, int, CacheEngineKey]]:
+    new, set_space, set_hash = object.__new__, _set_space, _set_hash
+    for start, end, chunk_hash in spans:
+        key = new(CacheEngineKey)
+        set_space(key, space)
+        set_hash(key, chunk_hash)
+        yield start, end, key
+
+
+def _layer_key(space: _Space, chunk_hash: bytes, layer_id: int) -> LayerCacheEngineKey:
+    key = object.__new__(LayerCacheEngineKey)
+    _set_space(key, space)
+    _set_hash(key, chunk_hash)
+    object.__setattr__(key, "layer_id", layer_id)
+    return key
 
 
 class Namespaces:
@@ -176,29 +290,33 @@ class Namespaces:
         facts = {name: value for name, value in metadata.facts().items() if name not in apart}
         self._metadata = metadata
         self.facts: Mapping[str, str] = MappingProxyType({**facts, **config.facts(), **extra_facts})
-        self._untagged = self._text(None)
+        self._untagged = self._make_space(None)
 
-    def _text(self, request_configs: Mapping[str, Any] | None) -> str:
+    def _make_space(self, request_configs: Mapping[str, Any] | None) -> _Space:
         of = self._metadata
-        return namespace_text(
-            of.model_name, of.world_size, of.worker_id, of.kv_dtype, self.facts, request_configs
+        return _Space(
+            of.model_name, of.world_size, of.worker_id, of.kv_dtype, request_configs, self.facts
         )
+
+    def _space(self, request_configs: Mapping[str, Any] | None) -> _Space:
+        return self._make_space(request_configs) if request_configs else self._untagged
 
     def text(self, request_configs: Mapping[str, Any] | None = None) -> str:
-        """The namespace of a request with these configs."""
-        return self._text(request_configs) if request_configs else self._untagged
+        """The namespace of a request with these configs.
 
-    def key(
-        self, chunk_hash: bytes, request_configs: Mapping[str, Any] | None = None
-    ) -> CacheEngineKey:
-        """The whole key of a chunk of such a request."""
-        of = self._metadata
-        return CacheEngineKey(
-            of.model_name,
-            of.world_size,
-            of.worker_id,
-            chunk_hash,
-            of.kv_dtype,
-            request_configs,
-            self.facts,
-        )
+        Raises:
+            TypeError, ValueError: A tag has a value that cannot be part of a key.
+        """
+        return self._space(request_configs).text
+
+    def keys(
+        self,
+        spans: Iterable[tuple[int, int, bytes]],
+        request_configs: Mapping[str, Any] | None = None,
+    ) -> Iterator[tuple[int, int, CacheEngineKey]]:
+        """The chunks of such a request, each with its whole key in place of its hash.
+
+        Raises:
+            TypeError, ValueError: A tag has a value that cannot be part of a key; at once.
+        """
+        return _chunk_keys(self._space(request_configs), spans)

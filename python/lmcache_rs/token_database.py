@@ -138,8 +138,7 @@ class ChunkedTokenDatabase(TokenDatabase):
             spans = self._spans_of_hashes(hashes or (), offsets, mask)
         if not make_key:
             return iter(spans)
-        key = self.namespaces.key
-        return ((start, end, key(chunk_hash, request_configs)) for start, end, chunk_hash in spans)
+        return self.namespaces.keys(spans, request_configs)
 
     def _spans_of_tokens(
         self, tokens: Tokens, mask: Mask | None, extra_keys: object
@@ -251,8 +250,7 @@ class SegmentTokenDatabase(TokenDatabase):
                 spans.append((start, end, chain.hashes()))
         if not make_key:
             return iter(spans)
-        key = self.namespaces.key
-        return ((start, end, key(chunk_hash, request_configs)) for start, end, chunk_hash in spans)
+        return self.namespaces.keys(spans, request_configs)
 
     def _segments(self, tokens: Any) -> Iterator[tuple[int, int]]:
         width = 8

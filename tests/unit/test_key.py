@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -89,7 +92,7 @@ def test_layers_are_addresses_into_the_chunk() -> None:
     chunk = key(request_configs={"lmcache.tag.a": 1})
     layers = chunk.split_layers(3)
     assert [layer.layer_id for layer in layers] == [0, 1, 2]
-    assert layers[0] == chunk.get_first_layer()
+    assert layers[0] == chunk.get_first_layer() != layers[1]
     assert len({layer.to_string() for layer in layers} | {chunk.to_string()}) == 4
     for layer in layers:
         assert layer.to_chunk_key() == chunk
@@ -100,3 +103,41 @@ def test_layers_are_addresses_into_the_chunk() -> None:
 def test_a_hash_of_another_length_is_refused() -> None:
     with pytest.raises(ValueError, match="32 bytes"):
         key(chunk_hash=b"short")
+
+
+@pytest.mark.parametrize("layer_id", [-1, 2**32, "0"])
+def test_a_layer_of_no_number_is_refused(layer_id: object) -> None:
+    with pytest.raises((TypeError, ValueError, OverflowError)):
+        LayerCacheEngineKey("m", 1, 0, bytes(32), "bfloat16", layer_id=layer_id)  # type: ignore[arg-type]
+
+
+def test_keys_do_not_change() -> None:
+    chunk = key(request_configs={"lmcache.tag.a": 1})
+    for one in (chunk, chunk.get_first_layer()):
+        text = one.to_string()
+        for name in ("model_name", "chunk_hash", "_space", "layer_id", "other"):
+            with pytest.raises(AttributeError):
+                setattr(one, name, "x")
+            with pytest.raises(AttributeError):
+                delattr(one, name)
+        one.tags["a"] = 2
+        assert (one.to_string(), one.tags) == (text, {"a": 1})
+
+
+def test_what_is_done_to_the_configs_later_changes_no_key() -> None:
+    configs: dict[str, object] = {"lmcache.tag.a": 1}
+    one = key(request_configs=configs)
+    text = one.to_string()
+    configs["lmcache.tag.a"] = 2
+    assert (one.to_string(), one.tags) == (text, {"a": 1})
+
+
+@given(keys)
+def test_copies_are_equal(key: CacheEngineKey) -> None:
+    layer = key.split_layers(3)[2]
+    for one in (key, layer):
+        for again in (copy.deepcopy(one), pickle.loads(pickle.dumps(one))):
+            assert again == one
+            assert type(again) is type(one)
+    assert key != layer
+    assert layer.to_chunk_key() == key

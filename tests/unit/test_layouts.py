@@ -423,7 +423,7 @@ def test_the_connector_writes_what_is_sealed_and_never_into_it(engine: LMCacheEn
     tokens = list(range(8))
     engine.store(tokens, kvcaches=caches, slot_mapping=slots)
     ((_, _, chunk_hash),) = engine.token_database.process_tokens(tokens, make_key=False)
-    key = engine._registration.namespaces.key(chunk_hash)
+    ((_, _, key),) = engine._registration.namespaces.keys([(0, 0, chunk_hash)])
     (memory_obj,) = engine.storage_manager.batched_get([key])
     assert memory_obj is not None
     assert memory_obj.shape == (LAYERS, 8, 2, HEADS * HEAD)

@@ -175,6 +175,28 @@ def test_ids_out_of_range_are_refused_with_the_range(tokens: object) -> None:
         list(database(2).process_tokens(tokens))
 
 
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+@pytest.mark.parametrize("at", [0, 17, 99])
+def test_an_id_out_of_range_is_named_with_its_position(dtype: type, at: int) -> None:
+    wrong = [-1, -7, *([2**32, 2**40, -(2**40)] if dtype is np.int64 else [])]
+    for value in wrong:
+        for step in (1, 2):  # the array itself, and a view of every other element
+            tokens = np.full(100 * step, 70_000, dtype)[::step]
+            tokens[at] = value
+            if at < 99:
+                tokens[99] = -3
+            with pytest.raises(ValueError, match=f"token id {value} at position {at} "):
+                list(database(2).process_tokens(tokens))
+
+
+def test_the_highest_id_is_an_id() -> None:
+    tokens = [2**32 - 1, 0]
+    expected = hashes_of(database(2).process_tokens(tokens, make_key=False))
+    for dtype in (np.int64, np.uint32):
+        array = np.array(tokens, dtype)
+        assert hashes_of(database(2).process_tokens(array, make_key=False)) == expected
+
+
 def test_wrong_types_are_refused() -> None:
     with pytest.raises(TypeError, match="ids"):
         list(database(2).process_tokens(["a"]))

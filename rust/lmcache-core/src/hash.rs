@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use ciborium::value::Value;
 use num_bigint::{BigInt, Sign};
+use sha2::block_api::compress256;
 use sha2::{Digest, Sha256};
 
 /// The 32-byte SHA-256 that names a chunk and, through the chain, its whole prefix.
@@ -163,117 +164,262 @@ impl ExtraKeys {
     }
 }
 
-/// `sha256_cbor((parent, tokens, extra))`.
-pub(crate) fn hash_chunk(parent: &ChunkHash, tokens: &[u32], extra: &ExtraKeys) -> ChunkHash {
-    let mut sink = HashSink {
-        sha: Sha256::new(),
-        hashed_bytes: 0,
-    };
-    emit_chunk(parent, tokens, extra, &mut sink);
-    HASHED_BYTES.fetch_add(sink.hashed_bytes, Ordering::Relaxed);
-    ChunkHash(sink.sha.finalize().into())
+/// Hashes chunks one after the other, in one buffer.
+///
+/// SHA-256 works through a block in a chain of operations that each wait for the one before, and leaves much
+/// of the processor idle. So the blocks that are full are hashed behind the emission of the next few tokens,
+/// which waits for nothing: the processor does both at once.
+pub(crate) struct ChunkHasher {
+    /// SHA-256's state; meaningless between two chunks.
+    state: [u32; 8],
+    /// A piece of the message, begun anew for each [`SEGMENT_TOKENS`].
+    cbor: [u8; BUFFER_BYTES],
+    /// How much of `cbor` is hashed; whole blocks.
+    hashed: usize,
+    /// How much of `cbor` is written.
+    written: usize,
+    /// Bytes of this message that were hashed and are no longer in `cbor`.
+    bytes_before: u64,
+    /// Bytes of all messages, not yet in [`HASHED_BYTES`].
+    total_bytes: u64,
 }
 
-/// Takes a chunk's CBOR, piece by piece.
-trait Sink {
-    fn take(&mut self, piece: &[u8]);
-}
+/// SHA-256's state before the first block (FIPS 180-4, section 5.3.3).
+const SHA_START: [u32; 8] = [
+    0x6a09_e667,
+    0xbb67_ae85,
+    0x3c6e_f372,
+    0xa54f_f53a,
+    0x510e_527f,
+    0x9b05_688c,
+    0x1f83_d9ab,
+    0x5be0_cd19,
+];
+const SHA_BLOCK_BYTES: usize = 64;
+/// The end of a message: one byte of 0x80, zeros, and the number of bits in eight bytes.
+const SHA_LENGTH_BYTES: usize = 8;
+/// Longest head of a token: one initial byte and four of payload.
+const MAX_TOKEN_BYTES: usize = 5;
+/// Tokens emitted before the blocks behind them are hashed: about a block's worth.
+const GROUP_TOKENS: usize = 16;
+/// Tokens after which what is left of the message moves to the buffer's front.
+const SEGMENT_TOKENS: usize = 256;
+/// Array of three, byte string of 32, array header of at most nine bytes.
+const MAX_FRAME_BYTES: usize = 1 + 2 + 32 + 9;
+/// Room for a segment behind a frame or a block not yet full, for the window that a group's last tokens are
+/// written through, and for the end of the message.
+const BUFFER_BYTES: usize = 1536;
+const _: () = assert!(
+    SHA_BLOCK_BYTES + SEGMENT_TOKENS * MAX_TOKEN_BYTES + QUAD_WINDOW_BYTES + 2 * SHA_BLOCK_BYTES
+        <= BUFFER_BYTES
+        && MAX_FRAME_BYTES < SHA_BLOCK_BYTES
+);
 
-struct HashSink {
-    sha: Sha256,
-    hashed_bytes: u64,
-}
+impl ChunkHasher {
+    pub(crate) fn new() -> Self {
+        Self {
+            state: SHA_START,
+            cbor: [0; BUFFER_BYTES],
+            hashed: 0,
+            written: 0,
+            bytes_before: 0,
+            total_bytes: 0,
+        }
+    }
 
-impl Sink for HashSink {
+    /// `sha256_cbor((parent, tokens, extra))`.
+    pub(crate) fn hash(
+        &mut self,
+        parent: &ChunkHash,
+        tokens: &[u32],
+        extra: &ExtraKeys,
+    ) -> ChunkHash {
+        self.state = SHA_START;
+        (self.hashed, self.bytes_before) = (0, 0);
+        self.cbor[0] = 0x83;
+        self.cbor[1..3].copy_from_slice(&[0x58, 32]);
+        self.cbor[3..35].copy_from_slice(&parent.0);
+        self.written = 35 + write_array_head(&mut self.cbor[35..44], tokens.len());
+        for segment in tokens.chunks(SEGMENT_TOKENS) {
+            self.make_room();
+            let (groups, rest) = segment.as_chunks::<GROUP_TOKENS>();
+            for group in groups {
+                let full = self.written / SHA_BLOCK_BYTES * SHA_BLOCK_BYTES;
+                self.written = write_group(&mut self.cbor, self.written, group);
+                self.hash_until(full);
+            }
+            for &token in rest {
+                self.written = write_four(&mut self.cbor, self.written, &[token], any_form);
+            }
+        }
+        for piece in extra.0.chunks(SHA_BLOCK_BYTES) {
+            if self.written + piece.len() > BUFFER_BYTES - 2 * SHA_BLOCK_BYTES {
+                self.make_room();
+            }
+            self.cbor[self.written..][..piece.len()].copy_from_slice(piece);
+            self.written += piece.len();
+        }
+        self.finish()
+    }
+
+    /// Hashes the whole blocks before `end`, a multiple of their size.
     #[inline]
-    fn take(&mut self, piece: &[u8]) {
-        self.hashed_bytes += piece.len() as u64;
-        self.sha.update(piece);
+    fn hash_until(&mut self, end: usize) {
+        if end > self.hashed {
+            let (blocks, _) = self.cbor[self.hashed..end].as_chunks();
+            compress256(&mut self.state, blocks);
+            self.hashed = end;
+        }
+    }
+
+    /// Hashes all whole blocks, and moves the rest to the front.
+    fn make_room(&mut self) {
+        let full = self.written / SHA_BLOCK_BYTES * SHA_BLOCK_BYTES;
+        if full == 0 {
+            return;
+        }
+        self.hash_until(full);
+        self.cbor.copy_within(full..full + SHA_BLOCK_BYTES, 0);
+        self.bytes_before += full as u64;
+        self.written -= full;
+        self.hashed = 0;
+    }
+
+    fn finish(&mut self) -> ChunkHash {
+        let num_bytes = self.bytes_before + self.written as u64;
+        let end = (self.written + 1 + SHA_LENGTH_BYTES).next_multiple_of(SHA_BLOCK_BYTES);
+        let padding = &mut self.cbor[self.written..end];
+        padding.fill(0);
+        padding[0] = 0x80;
+        self.cbor[end - SHA_LENGTH_BYTES..end].copy_from_slice(&(8 * num_bytes).to_be_bytes());
+        self.hash_until(end);
+        self.total_bytes += num_bytes;
+        let mut hash = [0; 32];
+        for (bytes, word) in hash.as_chunks_mut().0.iter_mut().zip(self.state) {
+            *bytes = word.to_be_bytes();
+        }
+        ChunkHash(hash)
     }
 }
 
-/// The hash's own block: whole ones pass through it without being buffered again.
-const SHA_BLOCK_BYTES: usize = 64;
-/// Longest head of a token: one initial byte and four of payload.
-const MAX_TOKEN_BYTES: usize = 5;
-/// Tokens emitted before a block is handed on: a block's worth. The processor works on the block while
-/// the next tokens are emitted, since neither needs the other; larger pieces would not overlap.
-const GROUP_TOKENS: usize = 12;
-/// Array of three, byte string of 32, array header of at most nine bytes.
-const MAX_FRAME_BYTES: usize = 1 + 2 + 32 + 9;
-/// Room for a block not yet full, a group behind it, and the eight bytes that each token is stored as.
-const BUFFER_BYTES: usize = 256;
-const _: () = assert!(
-    MAX_FRAME_BYTES < SHA_BLOCK_BYTES
-        && SHA_BLOCK_BYTES + GROUP_TOKENS * MAX_TOKEN_BYTES <= BUFFER_BYTES / 2
-);
+impl Drop for ChunkHasher {
+    fn drop(&mut self) {
+        HASHED_BYTES.fetch_add(self.total_bytes, Ordering::Relaxed);
+    }
+}
 
-/// How an unsigned integer of `bits` significant bits is written, packed: the initial byte on top, the
-/// left shift of its payload in bits 8 to 15, the length in bytes in bits 0 to 7. Values below 24 are
-/// their own initial byte and never reach the table.
-const TOKEN_FORMS: [u64; 33] = {
-    let mut forms = [0u64; 33];
-    let mut bits = 0;
-    while bits <= 32 {
-        let (initial, len) = match bits {
-            0..=8 => (0x18, 2),
-            9..=16 => (0x19, 3),
+/// How an unsigned integer is written, by the place of its highest bit, packed: the initial byte on top, the
+/// left shift of the payload behind it in bits 8 to 15, the length in bytes in bits 0 to 7. Values below 24
+/// are their own initial byte: the entries before the fifth.
+const TOKEN_FORMS: [u64; 32] = {
+    let mut forms = [0u64; 32];
+    let mut bit = 0;
+    while bit < 32 {
+        let (initial, len) = match bit {
+            0..=4 => (0, 1),
+            5..=7 => (0x18, 2),
+            8..=15 => (0x19, 3),
             _ => (0x1a, 5),
         };
-        forms[bits] = initial << 56 | (64 - 8 * len) << 8 | len;
-        bits += 1;
+        forms[bit] = initial << 56 | (64 - 8 * len) << 8 | len;
+        bit += 1;
     }
     forms
 };
 
 /// A token's CBOR in the leading bytes of a big-endian word, and how many they are. What stands behind
-/// them is overwritten by the next token.
-#[inline]
-fn token_form(token: u32) -> (u64, usize) {
-    if token < 24 {
-        return (u64::from(token) << 56, 1);
-    }
-    let form = TOKEN_FORMS[(32 - token.leading_zeros()) as usize];
+/// them is overwritten by the next token. Without a branch, which the processor would often guess wrong.
+#[inline(always)]
+fn any_form(token: u32) -> (u64, usize) {
+    // 24 to 31 are moved up to those that follow; 0 gets a highest bit.
+    form(token, token | token.wrapping_add(8) & 32 | 1)
+}
+
+/// As [`any_form`], for tokens from 24 on.
+#[inline(always)]
+fn large_form(token: u32) -> (u64, usize) {
+    form(token, token | 32)
+}
+
+#[inline(always)]
+fn form(token: u32, shape: u32) -> (u64, usize) {
+    let form = TOKEN_FORMS[shape.ilog2() as usize];
     (
         form | u64::from(token) << (form >> 8 & 63),
         (form & 7) as usize,
     )
 }
 
-#[inline]
-fn emit_chunk(parent: &ChunkHash, tokens: &[u32], extra: &ExtraKeys, sink: &mut impl Sink) {
-    let mut cbor = [0u8; BUFFER_BYTES];
-    cbor[0] = 0x83;
-    cbor[1..3].copy_from_slice(&[0x58, 32]);
-    cbor[3..35].copy_from_slice(&parent.0);
-    let mut at = 35 + write_array_head(&mut cbor[35..44], tokens.len());
-    let (groups, rest) = tokens.as_chunks::<GROUP_TOKENS>();
-    for group in groups {
-        for &token in group {
-            at += write_token(&mut cbor, at, token);
+/// Writes a group at `at`; where it ends. The two tests hold for most groups of a vocabulary or for few, so
+/// they are guessed right; one for each token would not be.
+#[inline(always)]
+fn write_group(cbor: &mut [u8; BUFFER_BYTES], mut at: usize, group: &[u32; GROUP_TOKENS]) -> usize {
+    // Above 65,535 in the one or the other means that the token, or a token, is not from 256 to 65,535.
+    let seen = group
+        .iter()
+        .fold(0, |seen, &token| seen | token | token.wrapping_sub(256));
+    if seen < 0x1_0000 {
+        for eight in group.as_chunks().0 {
+            at = write_eight_of_three_bytes(cbor, at, eight);
         }
-        if at >= SHA_BLOCK_BYTES {
-            let (block, behind) = cbor.split_at_mut(SHA_BLOCK_BYTES);
-            sink.take(block);
-            // What is behind the block is shorter than one.
-            block.copy_from_slice(&behind[..SHA_BLOCK_BYTES]);
-            at -= SHA_BLOCK_BYTES;
-        }
+        return at;
     }
-    for &token in rest {
-        at += write_token(&mut cbor, at, token);
+    let below = group
+        .iter()
+        .fold(0, |below, &token| below | token.wrapping_sub(24));
+    for four in group.as_chunks::<4>().0 {
+        at = match below >> 31 {
+            0 => write_four(cbor, at, four, large_form),
+            _ => write_four(cbor, at, four, any_form),
+        };
     }
-    sink.take(&cbor[..at]);
-    sink.take(&extra.0);
+    at
 }
 
-#[inline]
-fn write_token(cbor: &mut [u8; BUFFER_BYTES], at: usize, token: u32) -> usize {
-    let (word, len) = token_form(token);
-    // Never masks anything away; it lets the compiler see that the store is inside.
-    let at = at & (BUFFER_BYTES / 2 - 1);
-    cbor[at..at + 8].copy_from_slice(&word.to_be_bytes());
-    len
+/// Four tokens of at most seven bytes each, as their lengths say, and the eight that the last is stored as.
+const QUAD_WINDOW_BYTES: usize = 3 * 7 + 8;
+
+/// Writes up to four tokens. The compiler sees that they fit the window: one check for all of them.
+#[inline(always)]
+fn write_four<const N: usize>(
+    cbor: &mut [u8; BUFFER_BYTES],
+    at: usize,
+    tokens: &[u32; N],
+    form: impl Fn(u32) -> (u64, usize),
+) -> usize {
+    const { assert!(N <= 4) };
+    let window: &mut [u8; QUAD_WINDOW_BYTES] = cbor[at..]
+        .first_chunk_mut()
+        .expect("a segment fits the buffer");
+    let mut end = 0usize;
+    for &token in tokens {
+        let (word, len) = form(token);
+        window[end..end + 8].copy_from_slice(&word.to_be_bytes());
+        end = end.wrapping_add(len);
+    }
+    at + end
+}
+
+/// Writes eight tokens from 256 to 65,535, which take three bytes each, in three words.
+#[inline(always)]
+fn write_eight_of_three_bytes(
+    cbor: &mut [u8; BUFFER_BYTES],
+    at: usize,
+    tokens: &[u32; 8],
+) -> usize {
+    let t = tokens.map(|token| 0x19_0000 | u64::from(token));
+    let words = [
+        t[0] << 40 | t[1] << 16 | t[2] >> 8,
+        t[2] << 56 | t[3] << 32 | t[4] << 8 | t[5] >> 16,
+        t[5] << 48 | t[6] << 24 | t[7],
+    ];
+    let out: &mut [u8; 24] = cbor[at..]
+        .first_chunk_mut()
+        .expect("a segment fits the buffer");
+    for (bytes, word) in out.as_chunks_mut().0.iter_mut().zip(words) {
+        *bytes = word.to_be_bytes();
+    }
+    at + 24
 }
 
 fn write_array_head(out: &mut [u8], len: usize) -> usize {
@@ -321,55 +467,60 @@ mod tests {
         .to_cbor()
     }
 
-    impl Sink for Vec<u8> {
-        fn take(&mut self, piece: &[u8]) {
-            self.extend_from_slice(piece);
-        }
+    fn slow_hash(parent: &ChunkHash, tokens: &[u32], extra: &ExtraValue) -> ChunkHash {
+        ChunkHash(Sha256::digest(slow_cbor(parent, tokens, extra)).into())
     }
 
-    fn fast_cbor(parent: &ChunkHash, tokens: &[u32], extra: &ExtraValue) -> Vec<u8> {
-        let mut emitted = Vec::new();
-        emit_chunk(parent, tokens, &ExtraKeys::encode(extra), &mut emitted);
-        emitted
+    fn fast_hash(parent: &ChunkHash, tokens: &[u32], extra: &ExtraValue) -> ChunkHash {
+        ChunkHasher::new().hash(parent, tokens, &ExtraKeys::encode(extra))
     }
 
-    fn token() -> impl Strategy<Value = u32> {
+    /// Around each change of the form, and of the highest bit.
+    fn edges() -> Vec<u32> {
         let edges = [
-            0,
             1,
-            23,
+            16,
             24,
-            25,
-            31,
             32,
-            255,
+            248,
             256,
-            257,
-            65_535,
+            280,
+            65_528,
             65_536,
-            65_537,
-            u32::MAX - 1,
-            u32::MAX,
+            65_792,
+            1 << 31,
         ];
-        prop_oneof![
-            proptest::sample::select(edges.to_vec()),
-            0..200_000u32,
-            any::<u32>()
-        ]
+        let around = edges.iter().flat_map(|&edge| edge - 1..=edge + 1);
+        around.chain([u32::MAX - 1, u32::MAX]).collect()
+    }
+
+    /// Runs of tokens of one kind, so that whole groups are of it, and of all kinds.
+    fn tokens() -> impl Strategy<Value = Vec<u32>> {
+        let kind = prop_oneof![
+            Just((0, 24)),
+            Just((256, 65_536)),
+            Just((24, 200_000)),
+            Just((65_536, u32::MAX)),
+            Just((0, u32::MAX)),
+        ];
+        let of_kind = |(low, high)| proptest::collection::vec(low..high, 0..120);
+        let edge = proptest::collection::vec(proptest::sample::select(edges()), 0..60);
+        let runs = prop_oneof![kind.prop_flat_map(of_kind), edge];
+        proptest::collection::vec(runs, 0..9).prop_map(|runs| runs.concat())
     }
 
     proptest! {
         #[test]
-        fn emitter_equals_ciborium(
+        fn hash_equals_ciborium_and_sha256(
             parent in any::<[u8; 32]>(),
-            tokens in proptest::collection::vec(token(), 0..600),
+            tokens in tokens(),
             text in ".*",
         ) {
             let extra = ExtraValue::Array(vec![ExtraValue::Text(text), ExtraValue::Null]);
             let parent = ChunkHash(parent);
             prop_assert_eq!(
-                fast_cbor(&parent, &tokens, &extra),
-                slow_cbor(&parent, &tokens, &extra)
+                fast_hash(&parent, &tokens, &extra),
+                slow_hash(&parent, &tokens, &extra)
             );
         }
 
@@ -381,13 +532,48 @@ mod tests {
     }
 
     #[test]
-    fn emitter_equals_ciborium_at_array_width_edges() {
+    fn one_odd_token_in_a_group_is_written_as_it_is() {
+        let parent = ChunkHash([7; 32]);
+        for usual in [23, 300, 70_000] {
+            for odd in edges() {
+                for at in 0..2 * GROUP_TOKENS {
+                    let mut tokens = [usual; 2 * GROUP_TOKENS];
+                    tokens[at] = odd;
+                    assert_eq!(
+                        fast_hash(&parent, &tokens, &ExtraValue::Null),
+                        slow_hash(&parent, &tokens, &ExtraValue::Null),
+                        "{odd} at {at} among {usual}"
+                    );
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn messages_of_every_length_are_hashed_whole() {
+        let parent = ChunkHash([7; 32]);
+        let mut hasher = ChunkHasher::new();
+        for len in (0..400).chain([1535, 1536, 1537, 5000]) {
+            let extra = ExtraValue::Bytes((0..len).map(|at| at as u8).collect());
+            for tokens in [&[][..], &[70_000; 256], &[70_000; 600]] {
+                assert_eq!(
+                    hasher.hash(&parent, tokens, &ExtraKeys::encode(&extra)),
+                    slow_hash(&parent, tokens, &extra),
+                    "{} tokens, {len} bytes of extra",
+                    tokens.len()
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn hash_equals_ciborium_at_array_width_edges() {
         for len in [0, 1, 23, 24, 255, 256, 65_535, 65_536] {
             let tokens: Vec<u32> = (0..len).collect();
             let parent = ChunkHash([7; 32]);
             assert_eq!(
-                fast_cbor(&parent, &tokens, &ExtraValue::Null),
-                slow_cbor(&parent, &tokens, &ExtraValue::Null),
+                fast_hash(&parent, &tokens, &ExtraValue::Null),
+                slow_hash(&parent, &tokens, &ExtraValue::Null),
                 "{len} tokens"
             );
         }

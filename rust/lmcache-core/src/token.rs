@@ -1,7 +1,7 @@
 //! From tokens to chunks: the split, the prefix chain, the tail rule and the mask rule.
 
 use crate::error::CoreError;
-use crate::hash::{self, ChunkHash, ExtraKeys};
+use crate::hash::{ChunkHash, ChunkHasher, ExtraKeys};
 
 /// One chunk of a token sequence.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -51,30 +51,37 @@ impl Chain {
         mut tokens: &[u32],
         mut extra_of: impl FnMut(usize) -> &'e ExtraKeys,
     ) -> usize {
+        if self.tail.len() + tokens.len() < self.chunk_size {
+            self.tail.extend_from_slice(tokens);
+            return self.hashes.len();
+        }
+        let mut hasher = ChunkHasher::new();
         if !self.tail.is_empty() {
             let missing = self.chunk_size - self.tail.len();
-            let (head, rest) = tokens.split_at(missing.min(tokens.len()));
+            let (head, rest) = tokens.split_at(missing);
             self.tail.extend_from_slice(head);
             tokens = rest;
-            if self.tail.len() < self.chunk_size {
-                return self.hashes.len();
-            }
             let chunk = std::mem::take(&mut self.tail);
-            self.push_chunk(&chunk, &mut extra_of);
+            self.push_chunk(&mut hasher, &chunk, &mut extra_of);
             self.tail = chunk;
             self.tail.clear();
         }
         let mut chunks = tokens.chunks_exact(self.chunk_size);
         for chunk in &mut chunks {
-            self.push_chunk(chunk, &mut extra_of);
+            self.push_chunk(&mut hasher, chunk, &mut extra_of);
         }
         self.tail.extend_from_slice(chunks.remainder());
         self.hashes.len()
     }
 
-    fn push_chunk<'e>(&mut self, chunk: &[u32], extra_of: &mut impl FnMut(usize) -> &'e ExtraKeys) {
+    fn push_chunk<'e>(
+        &mut self,
+        hasher: &mut ChunkHasher,
+        chunk: &[u32],
+        extra_of: &mut impl FnMut(usize) -> &'e ExtraKeys,
+    ) {
         let extra = extra_of(self.hashes.len());
-        let hash = hash::hash_chunk(&self.parent(), chunk, extra);
+        let hash = hasher.hash(&self.parent(), chunk, extra);
         self.hashes.push(hash);
     }
 
@@ -111,7 +118,7 @@ impl Chain {
             && !self.tail.is_empty()
         {
             let start = self.hashes.len() * size;
-            let hash = hash::hash_chunk(&self.parent(), &self.tail, extra);
+            let hash = ChunkHasher::new().hash(&self.parent(), &self.tail, extra);
             if start >= skip {
                 spans.push(Span {
                     start,

@@ -137,12 +137,14 @@ impl fmt::Debug for ChunkMut {
     }
 }
 
+/// In this order, so that all a lookup reads or counts lies with the count of handles, in one cache line or two.
+#[repr(C)]
 struct Sealed {
-    piece: Piece,
-    key: Option<IndexKey>,
     /// Lookups that hold the object for a request not yet allocated. Only for the share such leases may
     /// take of the pool; what may be evicted is decided by sole ownership alone.
     waiting: AtomicU32,
+    piece: Piece,
+    key: Option<IndexKey>,
 }
 
 /// A ref-counted, immutable view of a stored chunk. Holding one is a lease: the bytes stay.

@@ -75,25 +75,64 @@ pub(crate) fn require_native_order(buffer: &Bound<'_, PyAny>, what: &str) -> PyR
     }
 }
 
-fn from_buffer<T>(py: Python<'_>, buffer: &PyBuffer<T>) -> PyResult<Vec<u32>>
-where
-    T: Element + TryInto<u32> + Copy + std::fmt::Display,
-{
+/// Copies a buffer's ids while the interpreter is held: nobody else's code runs meanwhile, so that the ids
+/// that are checked are those that are hashed.
+fn from_buffer<T: TokenId>(py: Python<'_>, buffer: &PyBuffer<T>) -> PyResult<Vec<u32>> {
     if buffer.dimensions() != 1 {
         let dimensions = buffer.dimensions();
         return Err(PyValueError::new_err(format!(
             "tokens must have one dimension, got {dimensions}"
         )));
     }
-    let ids = buffer.to_vec(py)?;
-    let id = |(at, &id): (usize, &T)| {
-        id.try_into().map_err(|_| {
-            PyValueError::new_err(format!(
-                "token id {id} at position {at} is not from 0 to 4294967295"
-            ))
-        })
-    };
-    ids.iter().enumerate().map(id).collect()
+    T::narrow(buffer.to_vec(py)?).map_err(|ids| {
+        let wrong = ids
+            .into_iter()
+            .enumerate()
+            .find(|(_, id)| TryInto::<u32>::try_into(*id).is_err());
+        let (at, id) = wrong.map_or((0, String::new()), |(at, id)| (at, id.to_string()));
+        PyValueError::new_err(format!(
+            "token id {id} at position {at} is not from 0 to 4294967295"
+        ))
+    })
+}
+
+/// An element that a buffer of token ids may have.
+trait TokenId: Element + TryInto<u32> + Copy + std::fmt::Display {
+    /// The ids as they are hashed, or the input if one of them is out of range. The range is checked for all
+    /// at once, which the compiler turns into vector instructions.
+    fn narrow(ids: Vec<Self>) -> Result<Vec<u32>, Vec<Self>>;
+}
+
+impl TokenId for u32 {
+    fn narrow(ids: Vec<Self>) -> Result<Vec<u32>, Vec<Self>> {
+        Ok(ids)
+    }
+}
+
+impl TokenId for i32 {
+    fn narrow(ids: Vec<Self>) -> Result<Vec<u32>, Vec<Self>> {
+        match ids.iter().fold(0, |all, &id| all | id) {
+            0.. => Ok(ids.into_iter().map(Self::cast_unsigned).collect()),
+            _ => Err(ids),
+        }
+    }
+}
+
+impl TokenId for i64 {
+    fn narrow(ids: Vec<Self>) -> Result<Vec<u32>, Vec<Self>> {
+        let mut all = 0;
+        let narrowed = ids
+            .iter()
+            .map(|&id| {
+                all |= id;
+                id as u32
+            })
+            .collect();
+        match all >> 32 {
+            0 => Ok(narrowed),
+            _ => Err(ids),
+        }
+    }
 }
 
 fn extra_value(value: &Bound<'_, PyAny>, depth: usize) -> PyResult<ExtraValue> {

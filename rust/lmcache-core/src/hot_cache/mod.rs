@@ -115,6 +115,9 @@ impl<'a, V> Iterator for Values<'a, V> {
 
 impl<V> ExactSizeIterator for Values<'_, V> {}
 
+/// Keys that are looked for side by side.
+const PROBES: usize = 64;
+
 /// Held entries asked again by each eviction.
 const HELD_PROBES: usize = 2;
 
@@ -210,11 +213,11 @@ impl<V> HotCache<V> {
     ) -> usize {
         let mut chain = std::mem::take(&mut self.chain);
         chain.clear();
-        // All probes first: they do not depend on each other, so their cache misses overlap.
-        let found = hashes
-            .iter()
-            .map_while(|&hash| self.find_resident(&IndexKey { namespace, hash }));
-        chain.extend(found);
+        for hashes in hashes.chunks(PROBES) {
+            if !self.probe(namespace, hashes, &mut chain) {
+                break;
+            }
+        }
         let wanted = visit(Values {
             chain: chain.iter(),
             slots: &self.slab.slots,
@@ -381,6 +384,29 @@ impl<V> HotCache<V> {
         self.table.find(key.table_hash(), same).copied()
     }
 
+    /// Appends the published entries of the longest prefix of `hashes`; whether that is all of them.
+    ///
+    /// In two short loops, whose steps do not depend on each other: what a step reads comes from memory
+    /// while those behind it ask for theirs.
+    fn probe(&self, namespace: NamespaceId, hashes: &[ChunkHash], chain: &mut Vec<u32>) -> bool {
+        let key = |hash: ChunkHash| IndexKey { namespace, hash };
+        let mut guesses = [NIL; PROBES];
+        for (guess, &hash) in guesses.iter_mut().zip(hashes) {
+            let mut candidates = self.table.iter_hash(key(hash).table_hash());
+            *guess = candidates.next().copied().unwrap_or(NIL);
+        }
+        for (&guess, &hash) in guesses.iter().zip(hashes) {
+            let slot = self.slab.slots.get(guess as usize);
+            let found = match slot.filter(|slot| slot.value.is_some() && slot.key == key(hash)) {
+                Some(_) => Some(guess),
+                None => self.find_resident(&key(hash)),
+            };
+            let Some(at) = found else { return false };
+            chain.push(at);
+        }
+        true
+    }
+
     fn find_resident(&self, key: &IndexKey) -> Option<u32> {
         self.find(key)
             .filter(|&at| self.slab.slots[at as usize].value.is_some())
@@ -400,6 +426,7 @@ impl<V> HotCache<V> {
         for &at in chain {
             slab.slots[at as usize].stamp = slab.batch;
         }
+        slab.fetch_neighbours(chain);
         order.walk(slab, chain, access);
     }
 

@@ -247,6 +247,50 @@ fn namespaces_are_apart() {
 }
 
 #[test]
+fn a_prefix_ends_at_its_first_gap_however_long_it_is() {
+    let chain: Vec<u16> = (0..3 * PROBES as u16 + 1).collect();
+    for gap in [0, 1, PROBES - 1, PROBES, PROBES + 1, 2 * PROBES, 3 * PROBES] {
+        let mut cache = cache_of(Policy::Lru, chain.clone());
+        cache.remove(&key(gap as u16));
+        assert_eq!(lookup(&mut cache, &chain), gap);
+        let Reserve::New(reservation) = cache.reserve(key(gap as u16)) else {
+            panic!("it was removed")
+        };
+        assert_eq!(lookup(&mut cache, &chain), gap, "Pending is not found");
+        cache.publish(reservation, gap as u16);
+        assert_eq!(lookup(&mut cache, &chain), chain.len());
+    }
+}
+
+#[test]
+fn keys_that_begin_alike_are_told_apart() {
+    let mut cache: HotCache<u16> = HotCache::new(Policy::Lru);
+    let alike: Vec<ChunkHash> = (0..40)
+        .map(|end| {
+            let mut bytes = [7; 32];
+            bytes[31] = end;
+            ChunkHash(bytes)
+        })
+        .collect();
+    for (id, &hash) in alike.iter().enumerate() {
+        let reserved = cache.reserve(IndexKey {
+            namespace: NS,
+            hash,
+        });
+        let Reserve::New(reservation) = reserved else {
+            panic!("{id} is new")
+        };
+        cache.publish(reservation, id as u16);
+    }
+    let mut found = Vec::new();
+    cache.longest_prefix(NS, &alike, Access::Use, |values| {
+        found.extend(values.copied());
+        found.len()
+    });
+    assert!(found.iter().copied().eq(0..40), "{found:?}");
+}
+
+#[test]
 fn leased_entries_at_the_old_end_are_set_aside_and_come_back() {
     for policy in Policy::ALL {
         // MRU's old end is what was stored last.
