@@ -37,8 +37,8 @@ class StorageBackend(ABC):
           truncated, damaged or of an older format is a miss, and so is one behind a server or a
           file that is gone;
         - make a chunk visible only when it is whole;
-        - be done with `data` when `put` returns: it is a view of memory that is leased until then,
-          and released after. What is to be kept is copied;
+        - be done with `data` when `put` returns: it is a view of memory that is leased as long as
+          anything refers to it. What is to be kept is copied;
         - let `get` disagree with an earlier `contains`: chunks come and go between the two.
 
         An implementer MAY

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import traceback
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
@@ -266,10 +267,13 @@ class Lane:
                 elif in_hand is not None and not in_hand.answer.done():
                     in_hand.answer.settle(in_hand.call(in_hand.answer))
             except BaseException as error:  # whatever it is, it is the backend's own
-                verb = "put" if isinstance(in_hand, Put) else in_hand.verb if in_hand else ""
-                self._faults.note("error", verb, repr(error), error=error)
-                if isinstance(in_hand, _Ask):
+                if isinstance(in_hand, Put):
+                    self._faults.note("error", "put", repr(error), key=in_hand.key, error=error)
+                elif in_hand is not None:
+                    self._faults.note("error", in_hand.verb, repr(error), error=error)
                     in_hand.answer.settle_as_miss()
+                # Whoever keeps the exception does not keep what its frames held.
+                traceback.clear_frames(error.__traceback__)
             # What it held ends here, not with the next job.
             del in_hand
             with self._changed:

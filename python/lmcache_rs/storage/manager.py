@@ -396,10 +396,14 @@ class StorageManager:
 
     def _prefix_by_tier(self, keys: Sequence[CacheEngineKey]) -> dict[str, list[int]]:
         mapping: dict[str, list[int]] = {}
+        tiers = self.backends
         position = 0
         while position < len(keys):
-            for name, backend in self.backends.items():
-                count = backend.batched_contains(keys[position:])
+            for name, backend in tiers.items():
+                rest = keys[position:]
+                if backend is not self._local:
+                    rest = self._up_to_local(rest, tiers)
+                count = backend.batched_contains(rest)
                 if count:
                     mapping.setdefault(name, []).extend(range(position, position + count))
                     position += count

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import sys
 import threading
 import zlib
 from collections.abc import Callable, Sequence
@@ -120,15 +121,16 @@ class BackendTier(StorageBackendInterface):
             self._counts["refreshed_chunks"] += 1
             return
         metadata = ChunkRecord.of(str(put.key), put.memory_obj).to_bytes()
+        num_references = sys.getrefcount(put.memory_obj)
         view = memoryview(cast(Any, put.memory_obj))
-        try:
-            self.backend.put(put.key, view, metadata)
-        finally:
-            try:
-                view.release()
-            except BufferError as error:
-                found = "the backend keeps a view of the data; copy what is to be kept"
-                self.faults.note("kept", "put", found, key=put.key, error=error)
+        self.backend.put(put.key, view, metadata)
+        # Not released: arrays made of a view outlive it, and what they see must stay leased.
+        del view
+        if sys.getrefcount(put.memory_obj) > num_references:
+            found = (
+                "the backend keeps a view of the data, and so its lease; copy what is to be kept"
+            )
+            self.faults.note("kept", "put", found, key=put.key)
         self._counts["put_chunks"] += 1
         self._counts["put_bytes"] += put.nbytes
 

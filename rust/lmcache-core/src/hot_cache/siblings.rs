@@ -95,3 +95,98 @@ impl Siblings {
         self.links.capacity() * size_of::<Link>() + self.first.allocation_size()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::collections::{BTreeSet, HashSet};
+
+    use super::super::{HotCache, IndexKey, Policy, Reserve};
+    use crate::hash::ChunkHash;
+    use crate::key::NamespaceId;
+
+    fn hash(number: u16) -> ChunkHash {
+        let mut bytes = [0; 32];
+        bytes[..2].copy_from_slice(&number.to_le_bytes());
+        ChunkHash(bytes)
+    }
+
+    fn key(namespace: u32, number: u16) -> IndexKey {
+        IndexKey {
+            namespace: NamespaceId(namespace),
+            hash: hash(number),
+        }
+    }
+
+    #[test]
+    fn a_namespace_is_removed_whole_and_alone_under_every_policy() {
+        for policy in Policy::ALL {
+            let mut cache: HotCache<u16> = HotCache::new(policy);
+            let mut model = HashSet::new();
+            let mut state = 7u32;
+            for step in 0..20_000u32 {
+                state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+                let (namespace, number) = (state >> 28, (state >> 16) as u16 % 40);
+                match state >> 8 & 63 {
+                    0 => {
+                        let mut removed = 0;
+                        cache.remove_namespace(NamespaceId(namespace), |gone, _| {
+                            assert!(
+                                model.remove(&(gone.namespace.0, gone.hash)),
+                                "{policy:?} {step}"
+                            );
+                            removed += 1;
+                        });
+                        assert!(
+                            model.iter().all(|(of, _)| *of != namespace),
+                            "{policy:?} {step}"
+                        );
+                        assert!(removed <= 40);
+                    }
+                    1..8 => {
+                        if let Some(victim) = cache.evict(|_| true) {
+                            assert!(model.remove(&(victim.key.namespace.0, victim.key.hash)));
+                        }
+                    }
+                    8..14 => {
+                        let removed = cache.remove(&key(namespace, number)).is_some();
+                        assert_eq!(removed, model.remove(&(namespace, hash(number))));
+                    }
+                    14..18 => {
+                        if let Reserve::New(reservation) = cache.reserve(key(namespace, number)) {
+                            cache.abandon(reservation);
+                        }
+                    }
+                    _ => {
+                        cache.begin_batch();
+                        if let Reserve::New(reservation) = cache.reserve(key(namespace, number)) {
+                            cache.publish(reservation, number);
+                            model.insert((namespace, hash(number)));
+                        }
+                    }
+                }
+                assert_eq!(cache.num_resident(), model.len());
+            }
+            let mut namespaces: Vec<u32> =
+                cache.namespaces().map(|namespace| namespace.0).collect();
+            namespaces.sort_unstable();
+            let expected: BTreeSet<u32> = model.iter().map(|(of, _)| *of).collect();
+            assert!(expected.iter().eq(&namespaces), "{policy:?}: each once");
+        }
+    }
+
+    #[test]
+    fn removing_a_namespace_leaves_what_is_pending_there() {
+        let mut cache: HotCache<u16> = HotCache::default();
+        let Reserve::New(reservation) = cache.reserve(key(0, 1)) else {
+            panic!("nothing is there");
+        };
+        if let Reserve::New(other) = cache.reserve(key(0, 2)) {
+            cache.publish(other, 2);
+        }
+        let mut removed = Vec::new();
+        cache.remove_namespace(NamespaceId(0), |_, value| removed.push(value));
+        assert_eq!(removed, [2]);
+        cache.publish(reservation, 1);
+        assert_eq!(cache.peek(&key(0, 1)), Some(&1));
+    }
+}
