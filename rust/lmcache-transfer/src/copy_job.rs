@@ -93,8 +93,8 @@ impl CopyJob<ChunkMut> {
 }
 
 impl CopyJob<MemoryObj> {
-    /// Scatters one layer of every chunk.
-    pub fn layer(&mut self, layer: usize) {
+    /// Scatters one layer of every chunk. Sealed chunks are only read, so several layers may go at a time.
+    pub fn layer(&self, layer: usize) {
         for part in &self.parts {
             let range = layer * part.layer_bytes..(layer + 1) * part.layer_bytes;
             self.paged
