@@ -36,6 +36,10 @@ impl PagedCache {
             paged.map_err(NativeError::from)?,
         ))))
     }
+
+    pub(crate) fn cache(&self) -> Result<&Arc<host::PagedCache>, NativeError> {
+        self.0.get()
+    }
 }
 
 #[pymethods]
@@ -104,13 +108,13 @@ impl PagedCache {
 }
 
 /// Where tokens lie: a block table (list of int) or a slot mapping (buffer or list of int, -1 skipped).
-enum Place {
+pub(crate) enum Place {
     Blocks(Vec<u32>),
     Slots(Vec<i64>),
 }
 
 impl Place {
-    fn read(
+    pub(crate) fn read(
         py: Python<'_>,
         blocks: Option<Vec<u32>>,
         slots: Option<&Bound<'_, PyAny>>,
@@ -148,7 +152,7 @@ impl Place {
     }
 }
 
-fn chunks<'a>(
+pub(crate) fn chunks<'a>(
     namespace: &'a str,
     hashes: &'a [ChunkHash],
     chunk_size: usize,

@@ -148,13 +148,18 @@ impl Loads {
     }
 
     /// Writes what is left and says, job by job, what was loaded; the leases are given back.
-    pub fn finish(self) -> Vec<Loaded> {
+    pub fn finish(&self) -> Vec<Loaded> {
         let num_layers = lock(&self.0.progress).is_done.len();
         for layer in 0..num_layers {
             self.0.wait(layer);
         }
         let jobs = self.0.stop();
         jobs.into_iter().map(LoadJob::finish).collect()
+    }
+
+    /// Writes nothing any more: as if dropped. Whoever waits goes on.
+    pub fn stop(&self) {
+        self.0.stop();
     }
 }
 
@@ -255,6 +260,7 @@ impl Flow {
     /// Lets nobody begin another layer, waits for those who write one, and takes the jobs.
     fn stop(&self) -> Vec<LoadJob> {
         self.advance(|progress| progress.is_stopped = true);
+        // Who claimed a layer and holds no lock yet will find no job.
         let mut jobs = self.jobs.write().unwrap_or_else(PoisonError::into_inner);
         std::mem::take(&mut *jobs)
     }
