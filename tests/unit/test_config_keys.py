@@ -160,17 +160,17 @@ def test_no_host_memory_gets_a_notice() -> None:
 
 
 def test_variable_can_correct_a_value_of_the_file(tmp_path: Path) -> None:
-    path = written(tmp_path, {"use_layerwise": "maybe", "pre_caching_hash_algorithm": "builtin"})
+    path = written(tmp_path, {"cache_policy": "RANDOM", "pre_caching_hash_algorithm": "builtin"})
     with pytest.raises(ConfigError):
         LMCacheEngineConfig.resolve(path=path, environ={})
     config = LMCacheEngineConfig.resolve(
         path=path,
         environ={
-            "LMCACHE_USE_LAYERWISE": "false",
+            "LMCACHE_CACHE_POLICY": "FIFO",
             "LMCACHE_PRE_CACHING_HASH_ALGORITHM": "sha256_cbor",
         },
     )
-    assert config.use_layerwise is False
+    assert config.cache_policy == "FIFO"
     assert config.notices == ()
 
 
