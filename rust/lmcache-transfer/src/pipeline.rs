@@ -299,3 +299,148 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 fn sleep<'a, T>(condvar: &Condvar, guard: MutexGuard<'a, T>) -> MutexGuard<'a, T> {
     condvar.wait(guard).unwrap_or_else(PoisonError::into_inner)
 }
+
+#[cfg(test)]
+mod tests {
+    use lmcache_memory::local_cpu::LocalCpu;
+
+    use super::*;
+    use crate::layerwise::tests::{Engine, LAYERS, assert_idle, chunks, hashes, pool};
+
+    const BLOCKS: [u32; 4] = [5, 2, 9, 3];
+
+    /// A pool with two chunks, the cache they came from, and another cache with other bytes.
+    fn stored() -> (LocalCpu, Engine, Engine) {
+        let (source, cpu) = (Engine::new(0), pool());
+        crate::flow::store(&cpu, &source.paged, &chunks(&hashes(2), &BLOCKS), 0).expect("stores");
+        (cpu, source, Engine::new(0xa5))
+    }
+
+    fn job(cpu: &LocalCpu, target: &Engine) -> LoadJob {
+        let hashes = hashes(2);
+        LoadJob::begin(cpu, &target.paged, "r", &chunks(&hashes, &BLOCKS), 0).expect("begins")
+    }
+
+    fn is_written(source: &Engine, target: &Engine, layer: usize) -> bool {
+        let block =
+            |engine: &Engine, block: u32| engine.layer(layer)[block as usize * 20..][..20].to_vec();
+        BLOCKS
+            .iter()
+            .all(|&id| block(source, id) == block(target, id))
+    }
+
+    /// Layers whose writing is over, once the thread has nothing left that it may do.
+    fn settled(loads: &Loads) -> usize {
+        let flow = &loads.0;
+        loop {
+            let progress = lock(&flow.progress);
+            let num_done = progress.is_done.iter().filter(|&&done| done).count();
+            let may_go_on = progress.next < progress.is_done.len().min(progress.limit + 1);
+            if num_done == progress.next && !may_go_on {
+                return num_done;
+            }
+            drop(progress);
+            thread::yield_now();
+        }
+    }
+
+    #[test]
+    fn the_thread_runs_ahead_and_no_further_than_it_may() {
+        let (cpu, source, target) = stored();
+        let copier = Copier::new(None);
+        let loads = Loads::begin(vec![job(&cpu, &target)], Some(&copier));
+        assert_eq!(settled(&loads), LOOK_AHEAD + 1);
+        for layer in 0..LAYERS {
+            loads.wait(layer);
+            let num_done = settled(&loads);
+            assert_eq!(num_done, LAYERS.min(layer + LOOK_AHEAD + 1));
+            // Nobody writes now: what is done is there, and what is not is untouched.
+            for other in 0..LAYERS {
+                assert_eq!(is_written(&source, &target, other), other < num_done);
+            }
+        }
+        assert_eq!(loads.finish()[0].tokens, 16);
+        assert_idle(&cpu);
+    }
+
+    #[test]
+    fn a_layer_waited_for_is_written_with_and_without_the_thread_in_any_order() {
+        for (is_aided, order) in [
+            (false, [0, 1, 2, 3, 4, 5, 6]),
+            (true, [3, 0, 6, 1, 1, 5, 2]),
+            (false, [6, 5, 4, 3, 2, 1, 0]),
+        ] {
+            let (cpu, source, target) = stored();
+            let copier = Copier::new(None);
+            let loads = Loads::begin(vec![job(&cpu, &target)], is_aided.then_some(&copier));
+            for layer in order {
+                loads.wait(layer);
+                assert!(lock(&loads.0.progress).is_done[layer]);
+            }
+            loads.wait(LAYERS + 3);
+            let loaded = loads.finish();
+            assert!((0..LAYERS).all(|layer| is_written(&source, &target, layer)));
+            assert_eq!((loaded.len(), loaded[0].end), (1, 16));
+            assert_idle(&cpu);
+        }
+    }
+
+    #[test]
+    fn a_drop_waits_for_the_writer_and_gives_everything_back() {
+        for _ in 0..50 {
+            let (cpu, source, target) = stored();
+            // Slow enough that the thread is met at work.
+            let copier = Copier::new(Some(1 << 20));
+            let loads = Loads::begin(vec![job(&cpu, &target)], Some(&copier));
+            drop(loads);
+            assert_idle(&cpu);
+            let before: Vec<_> = (0..LAYERS)
+                .map(|layer| target.layer(layer).to_vec())
+                .collect();
+            thread::sleep(Duration::from_micros(200));
+            for (layer, bytes) in before.iter().enumerate() {
+                assert_eq!(
+                    target.layer(layer),
+                    &bytes[..],
+                    "nothing is written after the drop"
+                );
+            }
+            assert!((LOOK_AHEAD + 1..LAYERS).all(|layer| !is_written(&source, &target, layer)));
+        }
+    }
+
+    #[test]
+    fn loads_go_on_when_the_copier_is_closed_under_them() {
+        let (cpu, source, target) = stored();
+        let copier = Copier::new(None);
+        let loads = Loads::begin(vec![job(&cpu, &target)], Some(&copier));
+        copier.close();
+        copier.close();
+        let late = Loads::begin(vec![job(&cpu, &target)], Some(&copier));
+        assert_eq!(loads.finish()[0].tokens, 16);
+        assert_eq!(late.finish()[0].tokens, 16);
+        assert!((0..LAYERS).all(|layer| is_written(&source, &target, layer)));
+        assert_idle(&cpu);
+    }
+
+    #[test]
+    fn several_loads_share_the_thread_and_none_waits_for_another() {
+        let (cpu, source, target) = stored();
+        let copier = Copier::new(None);
+        let begin = || Loads::begin(vec![job(&cpu, &target)], Some(&copier));
+        let (stuck, later) = (begin(), begin());
+        // The thread stays with the first, which nobody asks for its layers.
+        assert_eq!(settled(&stuck), LOOK_AHEAD + 1);
+        assert_eq!(later.finish()[0].tokens, 16);
+        assert!((0..LAYERS).all(|layer| is_written(&source, &target, layer)));
+        drop(stuck);
+        assert_idle(&cpu);
+    }
+
+    #[test]
+    fn no_thread_is_started_for_nothing() {
+        let copier = Copier::new(None);
+        assert!(Loads::begin(Vec::new(), Some(&copier)).finish().is_empty());
+        assert!(lock(&copier.shared.queue).thread.is_none());
+    }
+}
