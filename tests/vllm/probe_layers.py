@@ -65,6 +65,7 @@ class LayerWatch:
 
     def after_wait(self, number: int) -> None:
         """The layer is written, those far ahead are not, and nothing else was touched."""
+        self._probe.totals["awaited_layers"] += 1
         self._require_untouched(number + LOOK_AHEAD + 1, f"wait_for_layer_load({number})")
         self._see(number)
 
