@@ -161,6 +161,7 @@ class LMCacheWorkerHalf:
 
     def start_load_kv(self, metadata: LMCacheConnectorMetadata) -> None:
         """Loads what the step's requests were promised; what fails is reported in the same step."""
+        self._end_other_step(metadata)
         if metadata.engine_start != self._engine_start:
             # Another engine's blocks are not ours to write.
             self._failed_block_ids |= metadata.promised_block_ids(self._block_tokens)
@@ -282,10 +283,7 @@ class LMCacheWorkerHalf:
 
     def _step_of(self, metadata: LMCacheConnectorMetadata) -> layerwise.LayerwiseStep | None:
         """The step's state; None in bulk mode, and where there is nothing to do."""
-        if self._step is not None and self._step.metadata is not metadata:
-            # vLLM went on without ending it. Its blocks may be another request's by now.
-            self._step.close()
-            self._step = None
+        self._end_other_step(metadata)
         if self._step is None and self._config.use_layerwise and metadata.requests:
             native = None
             if self._engine is not None and self._engine.is_healthy():
@@ -294,6 +292,12 @@ class LMCacheWorkerHalf:
                 metadata, native, self._config.chunk_size, self._faults
             )
         return self._step
+
+    def _end_other_step(self, metadata: LMCacheConnectorMetadata) -> None:
+        """Drops a step that vLLM never ended: its blocks may be another request's by now."""
+        if self._step is not None and self._step.metadata is not metadata:
+            self._step.close()
+            self._step = None
 
     def _finish_loads(self, step: layerwise.LayerwiseStep | None) -> None:
         if step is None or not step.loads_anything:

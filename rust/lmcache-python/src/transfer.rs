@@ -29,7 +29,8 @@ impl PagedCache {
     ) -> PyResult<Self> {
         // SAFETY: the caller vouches for the addresses (they are `data_ptr()` of tensors) and hands over the
         // tensors as `keep_alive`, which is held as long as the value; the engine leaves the blocks of a
-        // copy alone while the call runs, as vLLM's connector hooks promise.
+        // copy alone while the copy runs, as vLLM's connector hooks promise: a call, or, for a load that
+        // runs ahead, the time until the engine has waited for the layer.
         let paged =
             unsafe { host::PagedCache::new(layers, layout, num_blocks, Box::new(keep_alive)) };
         Ok(Self(Owned::new(Arc::new(
