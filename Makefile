@@ -82,7 +82,13 @@ clean: ## remove what was built, and the environments
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	cargo clean
 
+# Long, and never in CI: every end-to-end test with copies layer by layer, of which `make test` runs
+# a choice (tests/vllm/test_layerwise.py).
+.PHONY: soak
+soak: installed ## the long tests: every end-to-end test once more, layer by layer
+	KV_TEST_LAYERWISE=1 "$(PY)" scripts/e2e.py
+
 # Names that later releases fill.
-.PHONY: soak compat gpu
-soak compat gpu:
+.PHONY: compat gpu
+compat gpu:
 	@echo "make $@: not in this release yet" >&2; exit 1

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import ROOT, Bench, Stop
-from lines import across, copies, engine, hashing, index, package, vllm
+from lines import across, copies, engine, hashing, index, layerwise, package, vllm
 from measure import Result
 
 DOCUMENT = ROOT / "docs" / "performance.md"
@@ -39,6 +39,7 @@ LINES: dict[str, Callable[[Bench], list[Result]]] = {
     "across": across.run,
     "package": package.run,
     "vllm": vllm.run,
+    "layerwise": layerwise.run,
 }
 
 

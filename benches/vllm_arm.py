@@ -13,14 +13,13 @@ if TYPE_CHECKING:
     import torch
 
 POOL_GB = 0.5
+OURS = {"lmcache.chunk_size": 256, "lmcache.max_local_cpu_size": POOL_GB}
 CONNECTORS: dict[str, dict[str, Any]] = {
     "noop": {"kv_connector": "NoopConnector", "kv_connector_module_path": "noop_connector"},
-    "ours": {
+    "ours": {"kv_connector": "LMCacheRsConnector", "kv_connector_extra_config": OURS},
+    "layerwise": {
         "kv_connector": "LMCacheRsConnector",
-        "kv_connector_extra_config": {
-            "lmcache.chunk_size": 256,
-            "lmcache.max_local_cpu_size": POOL_GB,
-        },
+        "kv_connector_extra_config": {**OURS, "lmcache.use_layerwise": True},
     },
 }
 
@@ -55,16 +54,28 @@ class Arm:
         self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def ask(
-        self, seed: int, prompts: int, tokens: int, max_tokens: int, reset: bool = False
+        self,
+        seed: int,
+        prompts: int,
+        tokens: int,
+        max_tokens: int,
+        reset: bool = False,
+        head_seed: int = 0,
+        head_tokens: int = 0,
     ) -> dict[str, int]:
-        """Nanoseconds of one call to `generate`, and tokens that were cached."""
+        """Nanoseconds of one call to `generate`, and tokens that were cached.
+
+        Each prompt has `tokens` drawn by `seed`, behind `head_tokens` drawn by `head_seed`.
+        """
         import numpy
 
         from vllm import SamplingParams
 
+        head = numpy.random.default_rng(head_seed).integers(3, 1000, head_tokens).tolist()
         draw = numpy.random.default_rng(seed)
         asked: Any = [
-            {"prompt_token_ids": draw.integers(3, 1000, tokens).tolist()} for _ in range(prompts)
+            {"prompt_token_ids": head + draw.integers(3, 1000, tokens).tolist()}
+            for _ in range(prompts)
         ]
         sampling = SamplingParams(
             temperature=0, max_tokens=max_tokens, detokenize=False, ignore_eos=True
@@ -75,6 +86,13 @@ class Arm:
         outputs = self.llm.generate(asked, sampling, use_tqdm=False)
         took = time.perf_counter_ns() - began
         return {"ns": took, "cached": sum(output.num_cached_tokens or 0 for output in outputs)}
+
+    def slow(self, bytes_per_second: int) -> None:
+        """Slows down the loads of this process, none of which may have begun yet."""
+        from lmcache_rs import _native
+        from lmcache_rs.vllm_v1 import layerwise
+
+        layerwise.new_copier = lambda: _native.Copier(bytes_per_second)
 
     def copy(self, nbytes: int) -> dict[str, int]:
         """Nanoseconds of one plain copy of as many bytes, between memory gone from the cache."""
@@ -99,7 +117,7 @@ def main() -> None:
     os.sched_setaffinity(0, {int(core)})
     answers = Answers()
     arm = Arm(name)
-    answers.serve({"ask": arm.ask, "copy": arm.copy})
+    answers.serve({"ask": arm.ask, "copy": arm.copy, "slow": arm.slow})
 
 
 if __name__ == "__main__":

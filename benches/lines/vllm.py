@@ -28,7 +28,7 @@ def run(bench: Bench) -> list[Result]:
         bench.say(f"engines start ({start + 1} of {starts}), {len(ARMS)} on one core")
         with ExitStack() as stack:
             # Started anew, so that no arm keeps the luck of one placement in memory.
-            arms = {arm: stack.enter_context(_engine(arm)) for arm in _turned(ARMS, start)}
+            arms = {arm: stack.enter_context(engine(arm)) for arm in turned(ARMS, start)}
             seed = 1000 * (start + 1)
             for warming in (MISS, MISS, LOAD):
                 seed += 1
@@ -36,7 +36,7 @@ def run(bench: Bench) -> list[Result]:
                     worker.ask(**warming, seed=seed)
             for number in range(rounds):
                 # Every arm comes after every other equally often, and each order both ways.
-                order = _turned(ARMS, number // 2)[:: -1 if number % 2 else 1]
+                order = turned(ARMS, number // 2)[:: -1 if number % 2 else 1]
                 for kind, question in (("ttft", MISS), ("load", LOAD)):
                     seed += 1
                     for arm in order:
@@ -51,7 +51,7 @@ def run(bench: Bench) -> list[Result]:
     ]
 
 
-def _engine(arm: str) -> Worker:
+def engine(arm: str) -> Worker:
     # The last core; whoever asks runs on the others.
     core = str(max(os.sched_getaffinity(0)))
     folders = [HERE, HERE / "peers", ROOT / "tests" / "vllm"]
@@ -71,7 +71,7 @@ def _engine(arm: str) -> Worker:
     return Worker(sys.executable, script, arm, core, environment=environment, log=log)
 
 
-def _turned(arms: tuple[str, ...], by: int) -> tuple[str, ...]:
+def turned(arms: tuple[str, ...], by: int) -> tuple[str, ...]:
     return arms[by % len(arms) :] + arms[: by % len(arms)]
 
 

@@ -7,6 +7,8 @@ from typing_extensions import Buffer, disjoint_base
 
 __all__ = [
     "Chain",
+    "Copier",
+    "LayerwiseStep",
     "LocalCpu",
     "LookupServer",
     "MemoryObj",
@@ -112,6 +114,47 @@ class Chain:
     def spans(
         self, skip: int = 0, with_tail: bool = False, extra_keys: bytes | None = None
     ) -> list[tuple[int, int, bytes]]: ...
+
+@final
+class Copier:
+    def __new__(cls, bytes_per_second: int | None = None) -> Copier: ...
+    def close(self) -> None: ...
+
+@final
+class LayerwiseStep:
+    def __new__(
+        cls, local_cpu: LocalCpu, paged: PagedCache, *, chunk_size: int
+    ) -> LayerwiseStep: ...
+    @property
+    def num_layers(self) -> int: ...
+    def add_load(
+        self,
+        lookup_id: str,
+        namespace: str,
+        hashes: bytes,
+        *,
+        num_tokens: int,
+        blocks: Sequence[int] | None = None,
+        slots: Buffer | Sequence[int] | None = None,
+        skip: int = 0,
+        computed_from: int | None = None,
+    ) -> tuple[int, int, int]: ...
+    def add_save(
+        self,
+        namespace: str,
+        hashes: bytes,
+        *,
+        num_tokens: int,
+        blocks: Sequence[int] | None = None,
+        slots: Buffer | Sequence[int] | None = None,
+        first: int = 0,
+    ) -> tuple[int, int, int, int]: ...
+    def close(self) -> None: ...
+    def commit(self) -> list[tuple[int, int, int, int]]: ...
+    def finish_loads(self) -> list[tuple[int, int, int]]: ...
+    def save(self, layer: int) -> None: ...
+    def start_loads(self, copier: Copier | None = None) -> None: ...
+    def wait(self, layer: int) -> None: ...
 
 @final
 class LocalCpu:

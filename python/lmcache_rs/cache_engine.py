@@ -7,12 +7,12 @@ the same engine through `store_chunks` and `load_chunks`, which take hashes made
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from lmcache_rs import _native
+from lmcache_rs import _native, layerwise
 from lmcache_rs.config import LMCacheEngineConfig, LMCacheMetadata
 from lmcache_rs.gpu_connector import RegisteredCache, identity, register, slots_of
 from lmcache_rs.key import HASH_BYTES, Namespaces
@@ -51,6 +51,15 @@ class _Registration(NamedTuple):
     which: tuple[object, ...]
     cache: RegisteredCache
     namespaces: Namespaces
+
+
+class _Asked(NamedTuple):
+    """A call's arguments, checked and made native."""
+
+    registered: RegisteredCache
+    namespace: str
+    hashes: bytes
+    where: dict[str, Any]
 
 
 class LMCacheEngine:
@@ -128,25 +137,37 @@ class LMCacheEngine:
             ValueError, TypeError: The arguments contradict each other or the layout.
             RuntimeError: The engine is closed.
         """
-        self._require_open()
-        if self.local_cpu is None:
+        asked = self._to_store(tokens, mask, kvcaches, slot_mapping, extra_keys, request_configs)
+        if asked is None:
             return 0
-        _, registered, namespaces = self._register(kvcaches)
-        num_tokens = len(tokens)
-        slots = slots_of(slot_mapping, num_tokens)
-        first = 0
-        if mask is not None:
-            first = _native.leading_false(mask_bytes(mask), num_tokens) // self.chunk_size
-        with_tail = self._save_unfull_chunk and registered.layout != "opaque"
-        hashes, covered = self._chain(tokens, extra_keys, with_tail=with_tail)
-        return self._store(
-            registered,
-            namespaces.text(request_configs),
-            hashes,
-            num_tokens=covered,
-            slots=slots,
-            first=first,
-        ).tokens
+        registered, namespace, hashes, where = asked
+        return self._store(registered, namespace, hashes, **where).tokens
+
+    def store_layer(
+        self,
+        tokens: Tokens,
+        mask: Mask | None = None,
+        *,
+        kvcaches: Sequence[torch.Tensor],
+        slot_mapping: torch.Tensor | Sequence[int],
+        extra_keys: object = None,
+        request_configs: Mapping[str, Any] | None = None,
+        req_id: str | None = None,
+        sync: bool = False,
+    ) -> Generator[None]:
+        """As `store`, a layer at a time: a generator of N + 1 steps for N layers.
+
+        The first step reserves memory for what is new; the step after it copies layer 0, the next
+        one layer 1, and so on. With the last one the chunks are stored, all at once. Every step
+        yields None, and there are as many when nothing is stored. A generator that is closed early
+        stores nothing.
+
+        Args and errors as for `store`, the latter at the first step; `sync` adds nothing, as copies
+        in host memory are done when their step is.
+        """
+        return layerwise.store_layer(
+            self, tokens, mask, kvcaches, slot_mapping, extra_keys, request_configs
+        )
 
     def retrieve(
         self,
@@ -179,36 +200,39 @@ class LMCacheEngine:
             ValueError, TypeError: The arguments contradict each other or the layout.
             RuntimeError: The engine is closed.
         """
-        import torch
-
-        self._require_open()
-        num_tokens = len(tokens)
-        ret_mask = torch.zeros(num_tokens, dtype=torch.bool)
-        skip = 0
-        if mask is not None:
-            skip = _native.leading_false(mask_bytes(mask), num_tokens)
-        slots = slots_of(slot_mapping, num_tokens)
-        if self.local_cpu is None or not self.is_healthy():
-            return ret_mask
-        _, registered, namespaces = self._register(kvcaches)
-        if registered.layout == "opaque":
-            skip = -(-skip // registered.block_tokens) * registered.block_tokens
-        with_tail = self._save_unfull_chunk and registered.layout != "opaque"
-        hashes, covered = self._chain(tokens, extra_keys, with_tail=with_tail)
-        loaded = self._load(
-            registered,
-            req_id or _NO_LOOKUP,
-            namespaces.text(request_configs),
-            hashes,
-            num_tokens=covered,
-            slots=slots,
-            skip=min(skip, num_tokens),
+        asked = self._to_load(
+            tokens, mask, kvcaches, slot_mapping, extra_keys, request_configs, req_id
         )
-        ret_mask[skip : loaded.end] = True
-        if loaded.tokens and -1 in slots[skip : loaded.end]:
-            placed = torch.as_tensor(slots[skip : loaded.end]) != -1
-            ret_mask[skip : loaded.end] = placed
-        return ret_mask
+        if asked is None:
+            return self._ret_mask(len(tokens), None, 0)
+        loaded = self._load(asked.registered, asked.namespace, asked.hashes, **asked.where)
+        return self._ret_mask(len(tokens), asked, loaded.end)
+
+    def retrieve_layer(
+        self,
+        tokens: Tokens,
+        mask: Mask | None = None,
+        *,
+        kvcaches: Sequence[torch.Tensor],
+        slot_mapping: torch.Tensor | Sequence[int],
+        extra_keys: object = None,
+        request_configs: Mapping[str, Any] | None = None,
+        req_id: str | None = None,
+        sync: bool = False,
+    ) -> Generator[int | torch.Tensor | None]:
+        """As `retrieve`, a layer at a time: a generator of N + 3 steps for N layers.
+
+        The first step yields the number of tokens that will be loaded. Each of the next N writes a
+        layer and yields None. One more yields None once all is written, and the last one yields
+        `ret_mask`. There are as many steps when nothing is found. A generator that is closed early
+        writes no further layer and gives back what it held.
+
+        Args and errors as for `retrieve`, the latter at the first step; `sync` adds nothing, as
+        copies in host memory are done when their step is.
+        """
+        return layerwise.retrieve_layer(
+            self, tokens, mask, kvcaches, slot_mapping, extra_keys, request_configs, req_id
+        )
 
     def lookup(
         self,
@@ -350,15 +374,97 @@ class LMCacheEngine:
         registered = self._require_registered().cache
         return self._load(
             registered,
-            lookup_id,
             namespace,
             hashes,
+            lookup_id=lookup_id,
             num_tokens=num_tokens,
             blocks=block_ids,
             skip=skip,
         )
 
+    def layerwise_step(self) -> _native.LayerwiseStep | None:
+        """Loads and saves of requests that share a forward pass, a layer at a time.
+
+        None if there is nothing to load from and to store in.
+        """
+        return self._layerwise_step(self._require_registered().cache)
+
     # --- inside -------------------------------------------------------------------------------
+
+    def _to_store(
+        self,
+        tokens: Tokens,
+        mask: Mask | None,
+        kvcaches: Sequence[torch.Tensor],
+        slot_mapping: torch.Tensor | Sequence[int],
+        extra_keys: object,
+        request_configs: Mapping[str, Any] | None,
+    ) -> _Asked | None:
+        """What a store does; None if there is no memory to store in."""
+        self._require_open()
+        if self.local_cpu is None:
+            return None
+        _, registered, namespaces = self._register(kvcaches)
+        num_tokens = len(tokens)
+        slots = slots_of(slot_mapping, num_tokens)
+        first = 0
+        if mask is not None:
+            first = _native.leading_false(mask_bytes(mask), num_tokens) // self.chunk_size
+        with_tail = self._save_unfull_chunk and registered.layout != "opaque"
+        hashes, covered = self._chain(tokens, extra_keys, with_tail=with_tail)
+        where = {"num_tokens": covered, "slots": slots, "first": first}
+        return _Asked(registered, namespaces.text(request_configs), hashes, where)
+
+    def _to_load(
+        self,
+        tokens: Tokens,
+        mask: Mask | None,
+        kvcaches: Sequence[torch.Tensor],
+        slot_mapping: torch.Tensor | Sequence[int],
+        extra_keys: object,
+        request_configs: Mapping[str, Any] | None,
+        req_id: str | None,
+    ) -> _Asked | None:
+        """What a load does; None if nothing is to be loaded."""
+        self._require_open()
+        num_tokens = len(tokens)
+        skip = 0
+        if mask is not None:
+            skip = _native.leading_false(mask_bytes(mask), num_tokens)
+        slots = slots_of(slot_mapping, num_tokens)
+        if self.local_cpu is None or not self.is_healthy():
+            return None
+        _, registered, namespaces = self._register(kvcaches)
+        if registered.layout == "opaque":
+            skip = -(-skip // registered.block_tokens) * registered.block_tokens
+        with_tail = self._save_unfull_chunk and registered.layout != "opaque"
+        hashes, covered = self._chain(tokens, extra_keys, with_tail=with_tail)
+        where = {
+            "lookup_id": req_id or _NO_LOOKUP,
+            "num_tokens": covered,
+            "slots": slots,
+            "skip": min(skip, num_tokens),
+        }
+        return _Asked(registered, namespaces.text(request_configs), hashes, where)
+
+    def _ret_mask(self, num_tokens: int, asked: _Asked | None, loaded_end: int) -> torch.Tensor:
+        """True where a load has written the token; `asked` is None if there was none."""
+        import torch
+
+        ret_mask = torch.zeros(num_tokens, dtype=torch.bool)
+        if asked is None:
+            return ret_mask
+        slots, skip = asked.where["slots"], asked.where["skip"]
+        ret_mask[skip:loaded_end] = True
+        if loaded_end > skip and -1 in slots[skip:loaded_end]:
+            ret_mask[skip:loaded_end] = torch.as_tensor(slots[skip:loaded_end]) != -1
+        return ret_mask
+
+    def _layerwise_step(self, registered: RegisteredCache) -> _native.LayerwiseStep | None:
+        """A step over these tensors; None if there is no memory to store in."""
+        if self.local_cpu is None or self._closed:
+            return None
+        return _native.LayerwiseStep(self.local_cpu, registered.native, chunk_size=self.chunk_size)
 
     def _store(
         self, registered: RegisteredCache, namespace: str, hashes: bytes, **where: Any
@@ -379,10 +485,10 @@ class LMCacheEngine:
     def _load(
         self,
         registered: RegisteredCache,
-        lookup_id: str,
         namespace: str,
         hashes: bytes,
         *,
+        lookup_id: str,
         skip: int,
         **where: Any,
     ) -> Loaded:

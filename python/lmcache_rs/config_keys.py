@@ -102,12 +102,6 @@ def _local_cpu(value: bool) -> tuple[bool, str | None]:
     return value, "host memory is the only tier of this version; without it nothing is cached"
 
 
-def _layerwise(value: bool) -> tuple[bool, str | None]:
-    if value:
-        raise ValueError("layerwise copies are not available in this version; set it to false")
-    return value, None
-
-
 def _async_loading(value: bool) -> tuple[bool, str | None]:
     if value:
         return True, None
@@ -198,9 +192,8 @@ HONOURED: Mapping[str, Key] = {
             "bool",
             False,
             "",
-            "Copy layer by layer during the forward pass. Only `false` is available in this "
-            "version.",
-            check=_layerwise,
+            "Copy layer by layer during the forward pass: each layer is loaded while those before "
+            "it are computed, and saved as soon as it is. Chunks are the same either way.",
         ),
         Key("save_decode_cache", "bool", False, "", "Store chunks with generated tokens too."),
         Key(

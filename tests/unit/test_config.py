@@ -30,7 +30,7 @@ SAMPLES: dict[str, tuple[Any, str]] = {
     "chain": ("own", "own"),
     "none_hash_seed": ("another seed", "another seed"),
     "cache_policy": ("LRU", "LRU"),
-    "use_layerwise": (False, "false"),
+    "use_layerwise": (True, "true"),
     "save_decode_cache": (True, "YES"),
     "enable_async_loading": (True, "True"),
     "min_retrieve_tokens": (300, "300"),

@@ -143,9 +143,9 @@ def test_the_policy_of_the_settings_is_the_one_at_work() -> None:
     assert gone == {"LRU": 1, "FIFO": 0, "MRU": 0}
 
 
-def test_layerwise_is_not_available_yet() -> None:
-    with pytest.raises(ConfigError, match=r"layerwise.*not available.*set it to false"):
-        LMCacheEngineConfig.from_defaults(use_layerwise=True)
+def test_layerwise_is_off_unless_asked_for() -> None:
+    assert LMCacheEngineConfig.from_defaults().use_layerwise is False
+    assert LMCacheEngineConfig.from_defaults(use_layerwise=True).use_layerwise is True
 
 
 def test_synchronous_loading_gets_one_notice_and_reads_true() -> None:
@@ -160,17 +160,17 @@ def test_no_host_memory_gets_a_notice() -> None:
 
 
 def test_variable_can_correct_a_value_of_the_file(tmp_path: Path) -> None:
-    path = written(tmp_path, {"use_layerwise": True, "pre_caching_hash_algorithm": "builtin"})
+    path = written(tmp_path, {"cache_policy": "RANDOM", "pre_caching_hash_algorithm": "builtin"})
     with pytest.raises(ConfigError):
         LMCacheEngineConfig.resolve(path=path, environ={})
     config = LMCacheEngineConfig.resolve(
         path=path,
         environ={
-            "LMCACHE_USE_LAYERWISE": "false",
+            "LMCACHE_CACHE_POLICY": "FIFO",
             "LMCACHE_PRE_CACHING_HASH_ALGORITHM": "sha256_cbor",
         },
     )
-    assert config.use_layerwise is False
+    assert config.cache_policy == "FIFO"
     assert config.notices == ()
 
 

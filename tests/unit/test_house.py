@@ -35,7 +35,7 @@ SKIPPED = re.compile(
     """,
     re.DOTALL | re.VERBOSE,
 )
-UNIT_TESTS = re.compile(r"^#\[cfg\(test\)\]\nmod \w+ \{", re.MULTILINE)
+UNIT_TESTS = re.compile(r"^#\[cfg\(test\)\]\n(?:pub\(crate\) )?mod \w+ \{", re.MULTILINE)
 UNSAFE_ALLOWED = re.compile(
     # region_loom stands in for the region under loom and is in no wheel.
     r"lmcache-memory/src/(region|region_loom|object)\.rs"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ BLOCK, CHUNK, LAYERS, BLOCKS = 4, 8, 2, 64
 BLOCK_BYTES = 2 * BLOCK * 6 * 4
 CHUNK_BYTES = 4096
 META = LMCacheMetadata("m", 1, 0, "float32", block_size=BLOCK)
+LAYER_NAMES = [f"model.layers.{layer}.self_attn" for layer in range(LAYERS)]
 engine_ids = itertools.count()
 
 
@@ -41,10 +43,13 @@ class Pair:
     settings: dict[str, object] = field(default_factory=dict)
     kv_role: str = "kv_both"
     pool_chunks: int = 64
+    # Set by `mode`: everything here holds in bulk and layer by layer.
+    use_layerwise: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         config = LMCacheEngineConfig.from_defaults(
             chunk_size=CHUNK,
+            use_layerwise=self.use_layerwise,
             max_local_cpu_size=self.pool_chunks * CHUNK_BYTES / 2**30,
             log_requests=False,
             **self.settings,
@@ -58,7 +63,7 @@ class Pair:
         self.evicted: set[int] = set()
         self.scheduler.bind_evict_blocks(self.evicted.update)
         self.caches = [torch.randn(BLOCKS, 2, BLOCK, 6) for _ in range(LAYERS)]
-        self.worker.register_kv_caches(self.caches, BLOCK_BYTES)
+        self.worker.register_kv_caches(self.caches, BLOCK_BYTES, LAYER_NAMES)
         self.tables: dict[str, list[int]] = {}
         self.next_block = 1
         # An engine's first step, in which the halves find each other.
@@ -105,7 +110,15 @@ class Pair:
 
     def execute(self, metadata: LMCacheConnectorMetadata) -> None:
         """What the worker half makes of it."""
-        self.worker.start_load_kv(metadata)
+        loads = any(req.load_spec for req in metadata.requests)
+        # As vLLM does: behind the forward pass, where nothing must come before it.
+        if loads or metadata.unloadable_block_ids:
+            self.worker.start_load_kv(metadata)
+        for name in LAYER_NAMES:
+            self.worker.wait_for_layer_load(name, metadata)
+            self.worker.save_kv_layer(name, metadata)
+        if not loads and not metadata.unloadable_block_ids:
+            self.worker.start_load_kv(metadata)
         self.worker.wait_for_save(metadata)
         self.failed = self.worker.take_failed_block_ids()
         self.outcome = self.worker.take_outcomes()
@@ -154,8 +167,13 @@ class Pair:
         assert self.scheduler.counters()["tracked_requests"] == 0
 
 
+@pytest.fixture(autouse=True, params=[False, True], ids=["bulk", "layerwise"])
+def mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Pair, "use_layerwise", request.param)
+
+
 @pytest.fixture
-def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+def pair(mode: None, request: pytest.FixtureRequest) -> Iterator[Pair]:
     pair = Pair(**getattr(request, "param", {}))
     yield pair
     pair.close()

@@ -30,6 +30,8 @@ START_TIMEOUT_S = 240.0
 CALL_TIMEOUT_S = 240.0
 FIRST_TOKEN_ID = 3
 GIB = 1 << 30
+# Set, every test here runs with copies layer by layer.
+LAYERWISE = os.environ.get("KV_TEST_LAYERWISE") == "1"
 
 # Set before the fork server starts: it and all engines inherit them.
 _ENVIRONMENT = {
@@ -91,6 +93,7 @@ class EngineSpec:
     pool_bytes: int = 256 << 20
     kv_role: str = "kv_both"
     lora: bool = False
+    layerwise: bool = LAYERWISE
     extra: tuple[tuple[str, Any], ...] = ()
     env: tuple[tuple[str, str], ...] = ()
     # Anything else may use the same model from a folder of its own.
@@ -103,6 +106,8 @@ class EngineSpec:
         settings: dict[str, Any] = {"lmcache.max_local_cpu_size": self.pool_bytes / GIB}
         if self.chunk_size is not None:
             settings["lmcache.chunk_size"] = self.chunk_size
+        if self.layerwise:
+            settings["lmcache.use_layerwise"] = True
         config: dict[str, Any] = {
             "kv_role": self.kv_role,
             "kv_load_failure_policy": "recompute",
@@ -185,6 +190,7 @@ class Report:
             "stray_blocks",
             "unaligned_starts",
             "diverging_chunks",
+            "early_layers",
         )
         return {kind: self.probe[kind] for kind in kinds if self.probe.get(kind)}
 

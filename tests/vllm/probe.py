@@ -12,11 +12,13 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from probe_layers import LayerWatch
 from probe_names import FAULTS, FOLDER_VARIABLE, SCHEDULER_FILE
 
 from lmcache_rs.vllm_v1 import LMCacheConnectorV1Dynamic
@@ -46,12 +48,16 @@ _worker_probe: ProbeConnector | None = None
 
 
 @dataclass
-class _Target:
-    """One engine block that a load must write, and where its bytes come from."""
+class Target:
+    """One engine block that a load must write, and where its bytes come from.
+
+    ``is_shared``: the chunk holds a token that the engine computes itself.
+    """
 
     block_id: int
     key: Key
     block_in_chunk: int
+    is_shared: bool
 
 
 class ProbeConnector(LMCacheConnectorV1Dynamic):
@@ -73,6 +79,9 @@ class ProbeConnector(LMCacheConnectorV1Dynamic):
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         default = -(-256 // self.block_size) * self.block_size
         self.chunk_size = int(extra.get("lmcache.chunk_size", default))
+        self._is_layerwise = bool(extra.get("lmcache.use_layerwise", False))
+        self._watch: LayerWatch | None = None
+        self._numbers: dict[str, int] = {}
         self.layers: list[torch.Tensor] = []
         self.recorded: dict[Key, list[Version]] = {}
         self.fault: str | None = None
@@ -94,20 +103,35 @@ class ProbeConnector(LMCacheConnectorV1Dynamic):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         super().register_kv_caches(kv_caches)
-        self.layers = [kv_caches[name] for name in sorted(kv_caches, key=_layer_number)]
+        names = sorted(kv_caches, key=_layer_number)
+        self.layers = [kv_caches[name] for name in names]
+        self._numbers = {name: number for number, name in enumerate(names)}
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         self._probe_meta = connector_metadata
+        self._watch = None
         super().bind_connector_metadata(connector_metadata)
 
     @torch.inference_mode()
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        targets = self._load_targets()
+        if self._is_layerwise:
+            watch = self._watch = self._watch or LayerWatch(self, forward_context)
+            if not watch.loads:
+                super().start_load_kv(forward_context, **kwargs)
+                return
+            if self.fault is not None:
+                watch.fault, self.fault = self.fault, None
+                self.totals["planted"] += 1
+            watch.before_start()
+            super().start_load_kv(forward_context, **kwargs)
+            watch.after_start()
+            return
+        targets = self.load_targets()
         if not targets:
             super().start_load_kv(forward_context, **kwargs)
             return
         # What the blocks hold now may be right by chance: a block freed a moment ago.
-        self._fill_with_noise([target.block_id for target in targets])
+        self.fill_with_noise([target.block_id for target in targets])
         before = [layer.clone() for layer in self.layers]
         # Every bit is flipped while the load runs, so that a write of what a block held
         # already is seen too. The load must be done when the call returns.
@@ -116,13 +140,31 @@ class ProbeConnector(LMCacheConnectorV1Dynamic):
         super().start_load_kv(forward_context, **kwargs)
         self._restore_others(targets, before)
         if self.fault is not None:
-            self._plant(self.fault, targets, before)
+            self.plant_in(self.fault, targets, before, range(len(self.layers)))
+            self.totals["planted"] += 1
             self.fault = None
-        self._compare(targets)
+        self.compare(targets)
+
+    @torch.inference_mode()
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        super().wait_for_layer_load(layer_name)
+        if self._watch is not None and self._watch.loads:
+            self._watch.after_wait(self._numbers[layer_name])
+
+    @torch.inference_mode()
+    def save_kv_layer(self, layer_name: str, *args: Any, **kwargs: Any) -> None:
+        super().save_kv_layer(layer_name, *args, **kwargs)
+        if self._is_layerwise:
+            # In a step without a load the pass comes before start_load_kv.
+            watch = self._watch = self._watch or LayerWatch(self, None)
+            watch.after_save(self._numbers[layer_name])
 
     @torch.inference_mode()
     def wait_for_save(self) -> None:
         super().wait_for_save()
+        if self._watch is not None:
+            self._watch.finish()
+            self._watch = None
         for request in getattr(self._probe_meta, "requests", []):
             spec = request.save_spec
             if spec is None or not spec.can_save:
@@ -169,20 +211,22 @@ class ProbeConnector(LMCacheConnectorV1Dynamic):
         per_chunk = self.chunk_size // self.block_size
         return list(request.block_ids[chunk * per_chunk : (chunk + 1) * per_chunk])
 
-    def _load_targets(self) -> list[_Target]:
+    def load_targets(self) -> list[Target]:
         targets = []
         for request in getattr(self._probe_meta, "requests", []):
             spec = request.load_spec
             if spec is None or not spec.can_load:
                 continue
             if spec.vllm_cached_tokens % self.block_size:
-                self._note("unaligned_starts", f"{request.req_id}: {spec}")
+                self.note("unaligned_starts", f"{request.req_id}: {spec}")
             first = spec.vllm_cached_tokens // self.block_size
             last = -(-spec.lmcache_cached_tokens // self.block_size)
             for block in range(first, last):
                 chunk, inside = divmod(block * self.block_size, self.chunk_size)
                 key = self._key(request, chunk)
-                targets.append(_Target(request.block_ids[block], key, inside // self.block_size))
+                is_shared = (chunk + 1) * self.chunk_size > spec.computed_from
+                block_in_chunk = inside // self.block_size
+                targets.append(Target(request.block_ids[block], key, block_in_chunk, is_shared))
             self.totals["loads"] += 1
         return targets
 
@@ -193,28 +237,59 @@ class ProbeConnector(LMCacheConnectorV1Dynamic):
             return
         if versions and not _close(version, versions[0]):
             # Not kept: a fault planted once must not become what is right.
-            self._note("diverging_chunks", f"{key[1].hex()[:16]} was computed twice, unlike")
+            self.note("diverging_chunks", f"{key[1].hex()[:16]} was computed twice, unlike")
             return
         if len(versions) == MAX_VERSIONS:
             versions.pop(1)
         versions.append(version)
         self.totals["recorded_chunks"] += 1
 
-    def _compare(self, targets: list[_Target]) -> None:
+    def saved_blocks(self) -> list[int]:
+        """Blocks of the chunks that this step saves."""
+        blocks: dict[int, None] = {}
+        for request in getattr(self._probe_meta, "requests", []):
+            spec = request.save_spec
+            if spec is not None and spec.can_save:
+                num_blocks = request.num_tokens // self.block_size
+                blocks |= dict.fromkeys(request.block_ids[:num_blocks])
+        return list(blocks)
+
+    def compare(self, targets: list[Target]) -> None:
+        """Holds all layers of the blocks against what was stored."""
+        numbers = range(len(self.layers))
+        wrong = [
+            [
+                [number for number in numbers if not self.is_right(target, version, number)]
+                for version in self.recorded.get(target.key, [])
+            ]
+            for target in targets
+        ]
+        self.account(targets, wrong)
+
+    def account(self, targets: list[Target], wrong: list[list[list[int]]]) -> None:
+        """Counts loaded blocks. ``wrong``: per block and known version, the layers that differ."""
         block_bytes = sum(t[0].numel() * t.element_size() for t in self.layers)
-        for target in targets:
+        for target, by_version in zip(targets, wrong, strict=True):
             self.totals["loaded_blocks"] += 1
             self.totals["loaded_bytes"] += block_bytes
-            versions = self.recorded.get(target.key)
             name = f"block {target.block_id} of chunk {target.key[1].hex()[:16]}"
-            if versions is None:
-                self._note("unknown_blocks", f"{name}: loaded, never seen stored")
+            if not by_version:
+                self.note("unknown_blocks", f"{name}: loaded, never seen stored")
                 continue
-            wrong = min((self._wrong_layers(target, version) for version in versions), key=len)
-            if wrong:
-                self._note("wrong_blocks", f"{name}: differs in layers {wrong}")
+            least = min(by_version, key=len)
+            if least:
+                self.note("wrong_blocks", f"{name}: differs in layers {least}")
 
-    def _restore_others(self, targets: list[_Target], before: Version) -> None:
+    def is_right(self, target: Target, version: Version, number: int) -> bool:
+        """Whether one layer of the block is the stored one, bit by bit."""
+        found = self.layers[number][target.block_id]
+        return torch.equal(_bits(found), _bits(version[number][target.block_in_chunk]))
+
+    def bits(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same memory as integers."""
+        return _bits(tensor)
+
+    def _restore_others(self, targets: list[Target], before: Version) -> None:
         others = torch.ones(self.layers[0].shape[0], dtype=torch.bool)
         others[[target.block_id for target in targets]] = False
         keep = others.nonzero().flatten()
@@ -222,61 +297,51 @@ class ProbeConnector(LMCacheConnectorV1Dynamic):
             # Compared as integers: a NaN equals itself.
             written = (_bits(layer)[keep] != ~_bits(old)[keep]).flatten(1).any(1)
             for block in keep[written].tolist():
-                self._note("stray_blocks", f"block {block} layer {number}: not to be written")
+                self.note("stray_blocks", f"block {block} layer {number}: not to be written")
             layer[keep] = old[keep]
 
-    def _wrong_layers(self, target: _Target, version: Version) -> list[int]:
-        return [
-            number
-            for number, layer in enumerate(self.layers)
-            if not torch.equal(
-                _bits(layer[target.block_id]), _bits(version[number][target.block_in_chunk])
-            )
-        ]
-
-    def _note(self, kind: str, text: str) -> None:
+    def note(self, kind: str, text: str) -> None:
         self.totals[kind] += 1
         self.details.append(f"{kind}: {text}")
 
-    def _fill_with_noise(self, block_ids: list[int]) -> None:
+    def fill_with_noise(self, block_ids: list[int]) -> None:
         for layer in self.layers:
             layer[block_ids] = (
                 torch.randn(len(block_ids), *layer.shape[1:]).mul_(NOISE_SCALE).to(layer.dtype)
             )
 
-    def _plant(self, fault: str, targets: list[_Target], before: Version) -> None:
-        by_chunk: dict[Key, list[_Target]] = {}
+    def plant_in(
+        self, fault: str, targets: list[Target], before: Version, numbers: Iterable[int]
+    ) -> None:
+        """Spoils the given layers of what a load has written."""
+        by_chunk: dict[Key, list[Target]] = {}
         for target in targets:
             by_chunk.setdefault(target.key, []).append(target)
         chunks = list(by_chunk.values())
         ids = [target.block_id for target in targets]
-        if fault == "nothing_loaded":
-            for layer, old in zip(self.layers, before, strict=True):
-                layer[ids] = old[ids]
-        elif fault == "chunk_zeroed":
-            for layer in self.layers:
-                layer[[target.block_id for target in chunks[0]]] = 0
-        elif fault in ("chunks_swapped", "chunks_reordered"):
-            other = chunks[1] if fault == "chunks_reordered" else chunks[-1]
-            one = [target.block_id for target in chunks[0]]
-            two = [target.block_id for target in other]
-            for layer in self.layers:
+        one = [target.block_id for target in chunks[0]]
+        for number in numbers:
+            layer = self.layers[number]
+            if fault == "nothing_loaded":
+                layer[ids] = before[number][ids]
+            elif fault == "chunk_zeroed":
+                layer[one] = 0
+            elif fault in ("chunks_swapped", "chunks_reordered"):
+                other = chunks[1] if fault == "chunks_reordered" else chunks[-1]
+                two = [target.block_id for target in other]
                 held = layer[one].clone()
                 layer[one] = layer[two]
                 layer[two] = held
-        elif fault == "kv_swapped":
-            for layer in self.layers:
+            elif fault == "kv_swapped":
                 for block in ids:
                     # Inside each (block, head): the plane of K, then the plane of V.
                     planes = layer[block].view(layer.shape[1], 2, -1)
                     planes.copy_(planes.flip(1))
-        elif fault == "byte_first_layer":
-            self._flip_byte(self.layers[0][ids[0]])
-        elif fault == "byte_last_layer":
-            self._flip_byte(self.layers[-1][ids[0]])
-        else:
-            raise ValueError(f"no fault named {fault!r}; choose one of {', '.join(FAULTS)}")
-        self.totals["planted"] += 1
+            elif fault in ("byte_first_layer", "byte_last_layer"):
+                if number == (0 if fault == "byte_first_layer" else len(self.layers) - 1):
+                    self._flip_byte(layer[ids[0]])
+            else:
+                raise ValueError(f"no fault named {fault!r}; choose one of {', '.join(FAULTS)}")
 
     def _flip_byte(self, block: torch.Tensor) -> None:
         """Flips the top exponent bit of one V number of a moderate size.

@@ -106,6 +106,11 @@ def block_size_of(kv_cache_config: KVCacheConfig) -> int:
     return int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
 
 
+def layer_names_of(kv_cache_config: KVCacheConfig) -> list[str]:
+    """The names of the layers that keep KV, in the engine's order."""
+    return list(kv_cache_config.kv_cache_groups[0].layer_names)
+
+
 def block_bytes_of(kv_cache_config: KVCacheConfig) -> int:
     """Bytes of one block of one layer, as the engine declares them."""
     return int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.page_size_bytes)
@@ -138,7 +143,7 @@ def require_backends(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) ->
     if layout_of(kv_cache_config) == "opaque":
         return
     layers = vllm_config.compilation_config.static_forward_context
-    for name in kv_cache_config.kv_cache_groups[0].layer_names:
+    for name in layer_names_of(kv_cache_config):
         backend = layers[name].get_attn_backend().get_name() if name in layers else "unknown"
         if backend not in TOKEN_ADDRESSED_BACKENDS:
             raise UnsupportedEngineError(
@@ -191,7 +196,7 @@ def kv_tensors(
     """
     import torch
 
-    names = kv_cache_config.kv_cache_groups[0].layer_names
+    names = layer_names_of(kv_cache_config)
     missing = [name for name in names if name not in kv_caches]
     if missing:
         raise UnsupportedEngineError(

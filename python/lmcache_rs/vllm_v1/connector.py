@@ -6,6 +6,7 @@ Nothing is decided here. A fault of ours never reaches vLLM: each hook has an an
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from lmcache_rs.config import ConfigError, LMCacheEngineConfig, disabled_by_environment
 from lmcache_rs.vllm_v1.manager import LMCacheManager
 from lmcache_rs.vllm_v1.metadata import LMCacheConnectorMetadata, LMCacheWorkerMetadata
 
@@ -47,6 +49,23 @@ class LMCacheConnectorV1Dynamic(KVConnectorBase_V1):
             vllm_config, kv_cache_config, is_scheduler=role == KVConnectorRole.SCHEDULER
         )
         self._unserved_block_ids: set[int] = set()
+        # Told apart by identity; the error itself would keep its frames alive.
+        self._error_before_step: int | None = None
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Whether Python must run between layers, which a whole captured graph does not let it.
+
+        Copies layer by layer wait for a layer inside the forward pass.
+        """
+        try:
+            return (
+                not disabled_by_environment()
+                and LMCacheEngineConfig.resolve(connector_extra_config=extra_config).use_layerwise
+            )
+        except ConfigError:
+            # Whatever is wrong stops the start where it can be told in full.
+            return False
 
     def _guard(self, where: str, no_cache: Answer, work: Callable[[], Answer]) -> Answer:
         """Runs a hook; a fault is noted and `no_cache` answered."""
@@ -83,7 +102,15 @@ class LMCacheConnectorV1Dynamic(KVConnectorBase_V1):
             worker.record_failed(self._manager.promised_block_ids(metadata))
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """In bulk mode every load is done before the forward pass begins."""
+        """Returns once the layer's loads are written; in bulk mode they were before the pass."""
+        worker, metadata = self._manager.worker, self._bound_metadata()
+        if worker is None or metadata is None or not metadata.requests:
+            return
+        try:
+            worker.wait_for_layer_load(layer_name, metadata)
+        except Exception as error:
+            self._manager.faults.note("wait_for_layer_load", error)
+            worker.record_failed(self._manager.promised_block_ids(metadata))
 
     def save_kv_layer(
         self,
@@ -92,13 +119,26 @@ class LMCacheConnectorV1Dynamic(KVConnectorBase_V1):
         attn_metadata: AttentionMetadata,
         **kwargs: Any,
     ) -> None:
-        """In bulk mode saves are made after the forward pass."""
+        """Copies the layer of what the step saves; in bulk mode all are, after the pass."""
+        worker, metadata = self._manager.worker, self._bound_metadata()
+        if worker is None or metadata is None or not metadata.requests:
+            return
+        self._guard("save_kv_layer", None, lambda: worker.save_kv_layer(layer_name, metadata))
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """A step begins."""
+        super().bind_connector_metadata(connector_metadata)
+        self._error_before_step = id(sys.exception())
 
     def wait_for_save(self) -> None:
-        """Saves what the step computed."""
+        """Saves what the step computed, unless the forward pass failed."""
         worker, metadata = self._manager.worker, self._bound_metadata()
-        if worker is not None and metadata is not None:
-            self._guard("wait_for_save", None, lambda: worker.wait_for_save(metadata))
+        if worker is None or metadata is None:
+            return
+        # vLLM ends a step this way whatever came of it.
+        has_failed = sys.exception() is not None and id(sys.exception()) != self._error_before_step
+        end = worker.abandon_step if has_failed else worker.wait_for_save
+        self._guard("wait_for_save", None, lambda: end(metadata))
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks that do not hold what was promised."""

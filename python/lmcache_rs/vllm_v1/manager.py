@@ -98,7 +98,11 @@ class LMCacheManager:
         compat.require_backends(self._vllm_config, self._kv_cache_config)
         tensors = compat.kv_tensors(kv_caches, self._kv_cache_config)
         try:
-            self.worker.register_kv_caches(tensors, compat.block_bytes_of(self._kv_cache_config))
+            self.worker.register_kv_caches(
+                tensors,
+                compat.block_bytes_of(self._kv_cache_config),
+                compat.layer_names_of(self._kv_cache_config),
+            )
         except LayoutError as error:
             raise compat.UnsupportedEngineError(
                 f"lmcache_rs cannot copy this engine's KV: {error}; or start vLLM without this "
@@ -115,13 +119,14 @@ class LMCacheManager:
 
         capacity_bytes, capacity_tokens = self.worker.capacity()
         self._say(
-            "%s on %s; %d layers of %s %s, %s; chunk %d tokens; chain %s (%s)",
+            "%s on %s; %d layers of %s %s, %s, %s; chunk %d tokens; chain %s (%s)",
             version("lmcache-rs"),
             self.verdict,
             len(tensors),
             self._metadata.kv_dtype,
             self._metadata.layout_id,
             self.worker.plan,
+            "layer by layer" if self.config.use_layerwise else "all layers at once",
             self.config.chunk_size,
             self.config.chain,
             self.config.pre_caching_hash_algorithm,

@@ -19,11 +19,14 @@ class LoadSpec:
         vllm_cached_tokens: Tokens the engine holds itself; their slots are left alone.
         lmcache_cached_tokens: End of the prefix to load, in tokens.
         can_load: Whether the engine has granted blocks for it.
+        computed_from: The first token that the engine computes itself, once blocks are granted. It
+            may lie before the end: the last token of a prompt is always computed.
     """
 
     vllm_cached_tokens: int
     lmcache_cached_tokens: int
     can_load: bool = False
+    computed_from: int | None = None
 
 
 @dataclass

@@ -181,6 +181,7 @@ class LMCacheSchedulerHalf:
         promised_end = tracker.local_tokens + num_external_tokens
         spec = tracker.load_spec or LoadSpec(tracker.local_tokens, promised_end)
         spec.can_load = True
+        spec.computed_from = promised_end
         tracker.load_spec = spec
         tracker.granted_block_ids = compat.granted_block_ids(blocks)
         tracker.external_tokens = num_external_tokens

@@ -2,20 +2,21 @@
 
 Lives beside the model and owns the bytes. In bulk mode a step's loads are done before its forward
 pass and its saves after it, both before the hook returns, so that no block is touched while vLLM
-may use it.
+may use it. Layer by layer (`use_layerwise`) they run beside the forward pass, each layer's load
+done before its attention and its save behind it; the last hook of the step ends them.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lmcache_rs import _native, lookup
-from lmcache_rs.cache_engine import LMCacheEngine
+from lmcache_rs.cache_engine import LMCacheEngine, Loaded, Stored
 from lmcache_rs.key import HASH_BYTES
 from lmcache_rs.layouts import Layout, MemoryFormat
-from lmcache_rs.vllm_v1 import compat
+from lmcache_rs.vllm_v1 import compat, layerwise
 from lmcache_rs.vllm_v1.metadata import (
     LMCacheConnectorMetadata,
     LMCacheWorkerMetadata,
@@ -71,6 +72,9 @@ class LMCacheWorkerHalf:
         self._failed_block_ids: set[int] = set()
         self._outcomes: dict[str, RequestOutcome] = {}
         self._block_tokens = metadata.block_size or 1
+        self._layers: dict[str, int] = {}
+        self._step: layerwise.LayerwiseStep | None = None
+        self._copier: _native.Copier | None = None
         self._counts = dict.fromkeys(
             (
                 "stored_chunks",
@@ -87,8 +91,12 @@ class LMCacheWorkerHalf:
 
     # --- start-up ---------------------------------------------------------------------------
 
-    def register_kv_caches(self, tensors: list[torch.Tensor], block_bytes: int) -> None:
+    def register_kv_caches(
+        self, tensors: list[torch.Tensor], block_bytes: int, layer_names: Sequence[str] = ()
+    ) -> None:
         """Makes the pool, registers the engine's tensors, and opens for lookups.
+
+        `layer_names` are the tensors' names in the hooks that go layer by layer.
 
         Raises:
             PoolTooSmallError, MemoryError, OSError: The cache cannot serve; the engine can.
@@ -119,6 +127,7 @@ class LMCacheWorkerHalf:
             engine.close()
             raise
         self._engine = engine
+        self._layers = {name: layer for layer, name in enumerate(layer_names)}
 
     @property
     def is_registered(self) -> bool:
@@ -152,39 +161,51 @@ class LMCacheWorkerHalf:
 
     def start_load_kv(self, metadata: LMCacheConnectorMetadata) -> None:
         """Loads what the step's requests were promised; what fails is reported in the same step."""
+        self._end_other_step(metadata)
         if metadata.engine_start != self._engine_start:
             # Another engine's blocks are not ours to write.
             self._failed_block_ids |= metadata.promised_block_ids(self._block_tokens)
             return
         self._is_known = metadata.lookup_id == self._lookup_id
         self._failed_block_ids |= metadata.unloadable_block_ids
+        step = self._step_of(metadata)
+        load = self._load if step is None else step.add_load
         for req in metadata.requests:
             if req.load_spec is None or not req.load_spec.can_load:
                 continue
             try:
-                end = self._load(req)
+                loaded = load(req)
             except Exception as error:
                 self._faults.note("start_load_kv", error)
-                end = req.load_spec.vllm_cached_tokens
-            if end < req.load_spec.lmcache_cached_tokens:
-                self._record_failed_blocks(req, end)
+                loaded = Loaded(req.load_spec.vllm_cached_tokens, 0, 0)
+            if step is None:
+                self._count_loaded(req, loaded)
+            if loaded.end < req.load_spec.lmcache_cached_tokens:
+                # Layer by layer too this is known now: the bytes are held, and in memory.
+                self._record_failed_blocks(req, loaded.end)
+        if step is not None and step.loads_anything:
+            if self._copier is None:
+                self._copier = layerwise.new_copier()
+            step.start_loads(self._copier)
 
-    def _load(self, req: ReqMeta) -> int:
-        """Loads for one request; every token below the returned one is in its block."""
+    def _load(self, req: ReqMeta) -> Loaded:
+        """Loads for one request; every token below the end it returns is in its block."""
         assert req.load_spec is not None
         skip, end = req.load_spec.vllm_cached_tokens, req.load_spec.lmcache_cached_tokens
         if self._engine is None or not self._engine.is_healthy():
-            return skip
-        chunk_size = self._config.chunk_size
-        hashes = req.hashes[: end // chunk_size * HASH_BYTES]
-        loaded = self._engine.load_chunks(
-            req.req_id, req.namespace, hashes, req.block_ids, skip=skip
-        )
+            return Loaded(skip, 0, 0)
+        hashes = req.hashes[: end // self._config.chunk_size * HASH_BYTES]
+        return self._engine.load_chunks(req.req_id, req.namespace, hashes, req.block_ids, skip=skip)
+
+    def _count_loaded(self, req: ReqMeta, loaded: Loaded) -> None:
+        assert req.load_spec is not None
+        if not loaded.tokens:
+            return
+        chunk_size, skip = self._config.chunk_size, req.load_spec.vllm_cached_tokens
         self._outcome(req.req_id).loaded_tokens += loaded.tokens
         self._counts["loaded_tokens"] += loaded.tokens
         self._counts["loaded_bytes"] += loaded.bytes
         self._counts["loaded_chunks"] += -(-loaded.end // chunk_size) - skip // chunk_size
-        return loaded.end
 
     def _record_failed_blocks(self, req: ReqMeta, loaded_end: int) -> None:
         """Every block that was promised and does not hold what was promised."""
@@ -208,19 +229,93 @@ class LMCacheWorkerHalf:
             len(failed),
         )
 
+    def wait_for_layer_load(self, layer_name: str, metadata: LMCacheConnectorMetadata) -> None:
+        """Returns once the layer is in every block that the step loads; in bulk mode all are."""
+        step, layer = self._step, self._layers.get(layer_name)
+        if step is not None and layer is not None and step.metadata is metadata:
+            step.wait_for_layer(layer)
+
+    def save_kv_layer(self, layer_name: str, metadata: LMCacheConnectorMetadata) -> None:
+        """Copies the layer of what the step saves; in bulk mode all are copied after the step."""
+        if not self._config.use_layerwise or not metadata.requests:
+            return
+        layer = self._layers.get(layer_name)
+        is_ours = metadata.engine_start == self._engine_start
+        if layer is None or not is_ours or self._is_suspect(metadata):
+            return
+        step = self._step_of(metadata)
+        if step is not None:
+            step.save_layer(layer)
+
     def wait_for_save(self, metadata: LMCacheConnectorMetadata) -> None:
-        """Saves what the step computed; done when this returns."""
+        """Saves what the step computed; its loads and saves are done when this returns."""
         if metadata.engine_start != self._engine_start:
             return
-        # The step ran on blocks that hold something else, or was described before the scheduler
-        # half knew of a failure: nothing it computed may be kept.
-        is_suspect = bool(self._failed_block_ids) or metadata.failures_seen < self._failures
-        for req in metadata.requests:
-            if req.save_spec is None or not req.save_spec.can_save:
-                continue
-            if is_suspect:
-                self._counts["dropped_saves"] += 1
-                continue
+        step = self._step_of(metadata)
+        self._finish_loads(step)
+        saves = [req for req in metadata.requests if req.save_spec and req.save_spec.can_save]
+        try:
+            if self._is_suspect(metadata):
+                self._counts["dropped_saves"] += len(saves)
+            elif step is not None:
+                for req, stored in step.commit():
+                    self._count_stored(req, stored)
+            else:
+                self._save_all(saves)
+        finally:
+            if step is not None:
+                step.close()
+
+    def abandon_step(self, metadata: LMCacheConnectorMetadata) -> None:
+        """The forward pass failed: loads are done all the same, and nothing is saved."""
+        step = self._step if self._step and self._step.metadata is metadata else None
+        self._finish_loads(step)
+        if step is not None:
+            step.close()
+        self._counts["dropped_saves"] += sum(
+            req.save_spec is not None and req.save_spec.can_save for req in metadata.requests
+        )
+
+    def _is_suspect(self, metadata: LMCacheConnectorMetadata) -> bool:
+        """Whether the step ran on blocks that hold something else, or was described before the
+        scheduler half knew of a failure: nothing it computed may be kept."""
+        return bool(self._failed_block_ids) or metadata.failures_seen < self._failures
+
+    def _step_of(self, metadata: LMCacheConnectorMetadata) -> layerwise.LayerwiseStep | None:
+        """The step's state; None in bulk mode, and where there is nothing to do."""
+        self._end_other_step(metadata)
+        if self._step is None and self._config.use_layerwise and metadata.requests:
+            native = None
+            if self._engine is not None and self._engine.is_healthy():
+                native = self._engine.layerwise_step()
+            self._step = layerwise.LayerwiseStep(
+                metadata, native, self._config.chunk_size, self._faults
+            )
+        return self._step
+
+    def _end_other_step(self, metadata: LMCacheConnectorMetadata) -> None:
+        """Drops a step that vLLM never ended: its blocks may be another request's by now."""
+        if self._step is not None and self._step.metadata is not metadata:
+            self._step.close()
+            self._step = None
+
+    def _finish_loads(self, step: layerwise.LayerwiseStep | None) -> None:
+        if step is None or not step.loads_anything:
+            return
+        try:
+            outcomes = step.finish_loads()
+        except Exception as error:
+            self._faults.note("finish_loads", error)
+            self._failed_block_ids |= step.metadata.promised_block_ids(self._block_tokens)
+            step.close()
+            return
+        for req, planned, loaded in outcomes:
+            self._count_loaded(req, loaded)
+            if loaded.end < planned.end:
+                self._record_failed_blocks(req, loaded.end)
+
+    def _save_all(self, saves: list[ReqMeta]) -> None:
+        for req in saves:
             try:
                 self._save(req)
             except Exception as error:
@@ -235,6 +330,9 @@ class LMCacheWorkerHalf:
         stored = self._engine.store_chunks(
             req.namespace, req.hashes[: num_chunks * HASH_BYTES], req.block_ids
         )
+        self._count_stored(req, stored)
+
+    def _count_stored(self, req: ReqMeta, stored: Stored) -> None:
         self._outcome(req.req_id).stored_tokens += stored.tokens
         self._counts["stored_chunks"] += stored.chunks
         self._counts["stored_bytes"] += stored.bytes
@@ -246,6 +344,8 @@ class LMCacheWorkerHalf:
 
     def take_failed_block_ids(self) -> set[int]:
         """Blocks whose loads failed since the last call."""
+        # With drafts vLLM asks before it ends the step.
+        self._finish_loads(self._step)
         failed, self._failed_block_ids = self._failed_block_ids, set()
         self._failures += bool(failed)
         return failed
@@ -275,6 +375,11 @@ class LMCacheWorkerHalf:
 
     def shutdown(self) -> None:
         """Closes the socket and gives the memory back. Idempotent."""
+        if self._step is not None:
+            self._step.close()
+            self._step = None
+        if self._copier is not None:
+            self._copier.close()
         if self._server is not None:
             self._server.close()
             self._server = None

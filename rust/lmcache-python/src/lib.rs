@@ -3,6 +3,7 @@
 mod errors;
 mod gate;
 mod key;
+mod layerwise;
 mod memory;
 mod storage;
 mod token;
@@ -13,6 +14,8 @@ mod transfer;
 mod _native {
     #[pymodule_export]
     use crate::key::{encode_key, namespace_begins_with, parse_key};
+    #[pymodule_export]
+    use crate::layerwise::{Copier, LayerwiseStep};
     #[pymodule_export]
     use crate::memory::{LocalCpu, MemoryObj};
     #[pymodule_export]

@@ -29,12 +29,17 @@ impl PagedCache {
     ) -> PyResult<Self> {
         // SAFETY: the caller vouches for the addresses (they are `data_ptr()` of tensors) and hands over the
         // tensors as `keep_alive`, which is held as long as the value; the engine leaves the blocks of a
-        // copy alone while the call runs, as vLLM's connector hooks promise.
+        // copy alone while the copy runs, as vLLM's connector hooks promise: a call, or, for a load that
+        // runs ahead, the time until the engine has waited for the layer.
         let paged =
             unsafe { host::PagedCache::new(layers, layout, num_blocks, Box::new(keep_alive)) };
         Ok(Self(Owned::new(Arc::new(
             paged.map_err(NativeError::from)?,
         ))))
+    }
+
+    pub(crate) fn cache(&self) -> Result<&Arc<host::PagedCache>, NativeError> {
+        self.0.get()
     }
 }
 
@@ -104,13 +109,13 @@ impl PagedCache {
 }
 
 /// Where tokens lie: a block table (list of int) or a slot mapping (buffer or list of int, -1 skipped).
-enum Place {
+pub(crate) enum Place {
     Blocks(Vec<u32>),
     Slots(Vec<i64>),
 }
 
 impl Place {
-    fn read(
+    pub(crate) fn read(
         py: Python<'_>,
         blocks: Option<Vec<u32>>,
         slots: Option<&Bound<'_, PyAny>>,
@@ -148,7 +153,7 @@ impl Place {
     }
 }
 
-fn chunks<'a>(
+pub(crate) fn chunks<'a>(
     namespace: &'a str,
     hashes: &'a [ChunkHash],
     chunk_size: usize,

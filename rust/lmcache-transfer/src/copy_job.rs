@@ -86,27 +86,28 @@ impl<C> CopyJob<C> {
     }
 }
 
-/// The faces of both directions: one layer, or all of them in one call. `$bytes` gives a chunk's.
+/// The faces of both directions: one layer, or all of them in one call. `$bytes` gives a chunk's. Chunks that
+/// are only read may have several layers on their way at a time.
 macro_rules! layers {
-    ($chunk:ty, $does:literal, $move:ident, $bytes:expr) => {
+    ($chunk:ty, $this:ty, $does:literal, $move:ident, $bytes:expr) => {
         impl CopyJob<$chunk> {
             #[doc = concat!($does, " one layer of every chunk.")]
-            pub fn layer(&mut self, layer: usize) {
+            pub fn layer(self: $this, layer: usize) {
                 self.$move(layer..layer + 1, $bytes);
             }
 
             #[doc = concat!($does, " all layers of every chunk; threads share a large copy.")]
-            pub fn all_layers(&mut self) {
+            pub fn all_layers(self: $this) {
                 self.$move(0..self.num_layers(), $bytes);
             }
         }
     };
 }
 
-layers!(ChunkMut, "Gathers", gather, ChunkMut::bytes_mut);
-layers!(&mut [u8], "Gathers", gather, |chunk| chunk);
-layers!(MemoryObj, "Scatters", scatter, MemoryObj::bytes);
-layers!(&[u8], "Scatters", scatter, |chunk| chunk);
+layers!(ChunkMut, &mut Self, "Gathers", gather, ChunkMut::bytes_mut);
+layers!(&mut [u8], &mut Self, "Gathers", gather, |chunk| chunk);
+layers!(MemoryObj, &Self, "Scatters", scatter, MemoryObj::bytes);
+layers!(&[u8], &Self, "Scatters", scatter, |chunk| chunk);
 
 impl<C> CopyJob<C> {
     fn gather(&mut self, layers: Range<usize>, bytes: fn(&mut C) -> &mut [u8])
@@ -127,7 +128,7 @@ impl<C> CopyJob<C> {
         });
     }
 
-    fn scatter(&mut self, layers: Range<usize>, bytes: fn(&C) -> &[u8])
+    fn scatter(&self, layers: Range<usize>, bytes: fn(&C) -> &[u8])
     where
         C: Sync,
     {

@@ -1,4 +1,6 @@
-//! A request's chunks on their walk into the store and out of it.
+//! A request's chunks on their walk into the store and out of it, all layers in one call.
+//!
+//! [`crate::layerwise`] has the same walk a layer at a time.
 
 use std::sync::Arc;
 
@@ -6,11 +8,11 @@ use lmcache_core::error::CoreError;
 use lmcache_core::hash::ChunkHash;
 use lmcache_core::layout::{PagedLayout, Placement};
 use lmcache_memory::local_cpu::LocalCpu;
-use lmcache_memory::object::MemoryObj;
 
 use crate::copy_job::{ChunkSpan, CopyJob};
 use crate::error::TransferError;
 use crate::host::PagedCache;
+use crate::layerwise::{LoadJob, StoreJob};
 
 /// A prompt's chunks and where its tokens lie.
 #[derive(Debug, Clone, Copy)]
@@ -52,7 +54,7 @@ pub struct Loaded {
 }
 
 impl Chunks<'_> {
-    fn validate(&self, layout: &PagedLayout) -> Result<(), TransferError> {
+    pub(crate) fn validate(&self, layout: &PagedLayout) -> Result<(), TransferError> {
         if self.chunk_size == 0 {
             return Err(TransferError::Plan(CoreError::ZeroChunkSize));
         }
@@ -75,12 +77,12 @@ impl Chunks<'_> {
         Ok(())
     }
 
-    fn tokens_in(&self, chunk: usize) -> usize {
+    pub(crate) fn tokens_in(&self, chunk: usize) -> usize {
         self.chunk_size
             .min(self.num_tokens - chunk * self.chunk_size)
     }
 
-    fn placement_of(&self, chunk: usize, block_tokens: usize) -> Placement<'_> {
+    pub(crate) fn placement_of(&self, chunk: usize, block_tokens: usize) -> Placement<'_> {
         let start = chunk * self.chunk_size;
         match self.placement {
             // `validate` saw to it that a block begins here.
@@ -95,7 +97,7 @@ impl Chunks<'_> {
     }
 
     /// Chunks all of whose tokens have a place: one without would be stored with bytes nobody wrote.
-    fn num_placed(&self) -> usize {
+    pub(crate) fn num_placed(&self) -> usize {
         match self.placement {
             Placement::Blocks(_) => self.hashes.len(),
             Placement::Slots(slots) => {
@@ -108,62 +110,20 @@ impl Chunks<'_> {
     }
 }
 
-/// Stores those chunks that are not stored yet; they are visible once this returns.
-///
-/// `first` chunks at the front are only counted as used, not stored. A chunk with a token that has no slot
-/// (-1) ends the store, since what follows could not be reached. Memory ending is a success.
+/// Stores those chunks that are not stored yet; they are visible once this returns. See [`StoreJob`].
 pub fn store(
     local_cpu: &LocalCpu,
     paged: &Arc<PagedCache>,
     chunks: &Chunks<'_>,
     first: usize,
 ) -> Result<Stored, TransferError> {
-    chunks.validate(paged.layout())?;
-    let num_placed = chunks.num_placed();
-    if first >= num_placed {
-        return Ok(Stored::default());
-    }
-    let hashes = &chunks.hashes[..num_placed];
-    let layout = paged.layout();
-    let chunk_bytes = |chunk| paged.chunk_bytes(chunks.tokens_in(chunk));
-    // The tail is the only chunk whose size may not suit the layout; asking it first leaves none half-way.
-    chunk_bytes(num_placed - 1)?;
-    chunk_bytes(0)?;
-    let len_of = |chunk| chunk_bytes(chunk).unwrap_or(0);
-    let reserved = local_cpu.reserve(chunks.namespace, hashes, first, len_of);
-    let refused_chunks = reserved
-        .stopped_at
-        .map_or(0, |stopped_at| num_placed - stopped_at);
-    let mut stored = Stored {
-        refused_chunks,
-        ..Stored::default()
-    };
-    let parts = reserved.chunks.into_iter().map(|(index, chunk)| {
-        stored.chunks += 1;
-        stored.tokens += chunks.tokens_in(index);
-        let placement = chunks.placement_of(index, layout.block_tokens());
-        (
-            chunk,
-            ChunkSpan {
-                num_tokens: chunks.tokens_in(index),
-                skip: 0,
-                placement,
-            },
-        )
-    });
-    let mut job = CopyJob::begin(paged, parts)?;
-    stored.bytes = job.bytes();
+    let mut job = StoreJob::begin(local_cpu, paged, chunks, first)?;
     job.all_layers();
-    let written = job.finish();
-    if !written.is_empty() {
-        local_cpu.commit(chunks.namespace, hashes, written);
-    }
-    Ok(stored)
+    Ok(job.commit())
 }
 
-/// Writes the tokens `skip..` of the chunks into the engine's cache, from what `lookup_id` leases.
-///
-/// Ends at the first chunk that is not stored; those wholly below `skip` need not be. The lease is given back.
+/// Writes the tokens `skip..` of the chunks into the engine's cache, from what `lookup_id` leases. See
+/// [`LoadJob`].
 pub fn load(
     local_cpu: &LocalCpu,
     paged: &Arc<PagedCache>,
@@ -171,42 +131,9 @@ pub fn load(
     chunks: &Chunks<'_>,
     skip: usize,
 ) -> Result<Loaded, TransferError> {
-    chunks.validate(paged.layout())?;
-    // The engine has what lies below `skip`, so it need not be stored.
-    let first = skip / chunks.chunk_size;
-    let objects = local_cpu.take_from(first, lookup_id, chunks.namespace, chunks.hashes);
-    let layout = paged.layout();
-    let fits = |(index, object): &(usize, MemoryObj)| {
-        paged.chunk_bytes(chunks.tokens_in(*index)) == Ok(object.len())
-    };
-    let objects: Vec<_> = (first..).zip(objects).take_while(fits).collect();
-    let mut loaded = Loaded {
-        end: skip,
-        ..Loaded::default()
-    };
-    let mut parts = Vec::with_capacity(objects.len());
-    for (index, object) in objects {
-        let start = index * chunks.chunk_size;
-        let num_tokens = chunks.tokens_in(index);
-        loaded.end = loaded.end.max(start + num_tokens);
-        if start + num_tokens > skip {
-            let placement = chunks.placement_of(index, layout.block_tokens());
-            let skip = skip.saturating_sub(start);
-            parts.push((
-                object,
-                ChunkSpan {
-                    num_tokens,
-                    skip,
-                    placement,
-                },
-            ));
-        }
-    }
-    let mut job = CopyJob::begin(paged, parts)?;
+    let job = LoadJob::begin(local_cpu, paged, lookup_id, chunks, skip)?;
     job.all_layers();
-    loaded.tokens = loaded.end - skip;
-    loaded.bytes = job.bytes();
-    Ok(loaded)
+    Ok(job.finish())
 }
 
 /// Copies chunks out of the engine's cache into memory of the caller's, all layers: bytes moved.

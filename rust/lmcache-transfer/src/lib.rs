@@ -1,9 +1,12 @@
 //! The only code that moves KV bytes.
 //!
 //! [`copy_job::CopyJob`] pairs chunks with their plans and is stepped a layer at a time; [`host`] does the
-//! copies in host memory. [`flow`] is the walk of a request's chunks into the store and out of it.
+//! copies in host memory. [`layerwise`] is the walk of a request's chunks into the store and out of it, [`flow`]
+//! the same in one call, and [`pipeline`] lets loads run ahead of the layers that an engine computes.
 
 pub mod copy_job;
 pub mod error;
 pub mod flow;
 pub mod host;
+pub mod layerwise;
+pub mod pipeline;
