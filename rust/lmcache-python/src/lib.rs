@@ -3,7 +3,9 @@
 mod errors;
 mod gate;
 mod key;
+mod layer_copy;
 mod memory;
+mod rope;
 mod storage;
 mod token;
 mod transfer;
@@ -14,7 +16,11 @@ mod _native {
     #[pymodule_export]
     use crate::key::{encode_key, parse_key};
     #[pymodule_export]
+    use crate::layer_copy::{LayerBuffer, LayerCopy};
+    #[pymodule_export]
     use crate::memory::{LocalCpu, MemoryObj};
+    #[pymodule_export]
+    use crate::rope::RopeShift;
     #[pymodule_export]
     use crate::storage::{
         LookupServer, decode_lookup_answer, encode_lookup_request, encode_ping_request,
