@@ -112,8 +112,8 @@ def _piece(view: Any, layer: int, nbytes: int, form: StoredForm, writable: bool)
         _require_form(getattr(view, "metadata", None), replace(form, num_layers=1))
         _require_size(view.nbytes, nbytes, layer)
         return view, 0, nbytes
-    chunk = getattr(view, "chunk", None)
-    if chunk is not None:
+    if hasattr(view, "layer_id"):
+        chunk = view.chunk
         if view.layer_id != layer:
             raise ValueError(f"a view of layer {view.layer_id} is given where layer {layer} is due")
         _require_form(chunk.metadata, form)

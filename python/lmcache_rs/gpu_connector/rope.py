@@ -81,7 +81,7 @@ class Rope:
         """Compares with an engine's table, so that wrong frequencies turn no key.
 
         The tolerance at position `m` is the table's own rounding plus that of an angle formed in
-        single precision: `attention_scaling * (2 * half_unit + 2**-22 * m * inv_freq[j])`.
+        single precision: `attention_scaling * (4 * half_unit + 2**-21 * m * inv_freq[j])`.
 
         Args:
             cos_sin_cache: `[positions, rotary_dim]`, cosines and then sines, as vLLM keeps it.
@@ -105,7 +105,7 @@ class Rope:
         found = cos_sin_cache.detach().cpu()[positions].double()
         half_unit = _HALF_UNITS[str(cos_sin_cache.dtype).removeprefix("torch.")]
         allowed = abs(self.attention_scaling) * (
-            2 * half_unit + 2.0**-22 * angles.abs().repeat(1, 2)
+            4 * half_unit + 2.0**-21 * angles.abs().repeat(1, 2)
         )
         wrong = ~((found - wanted).abs() <= allowed)
         if wrong.any():
