@@ -88,6 +88,7 @@ class LMCacheEngine:
         self._registration: _Registration | None = None
         self._lock = threading.Lock()
         self._closed = False
+        self._storage_manager: StorageManager | None = None
         self.local_cpu: _native.LocalCpu | None = None
         if config.local_cpu:
             self.local_cpu = _native.LocalCpu(
@@ -249,16 +250,39 @@ class LMCacheEngine:
 
     @property
     def storage_manager(self) -> StorageManager:
-        """The tiers, for callers that move whole objects."""
+        """The tiers, for callers that move whole objects: one store as long as the engine lives.
+
+        Raises:
+            RuntimeError: The engine is closed.
+        """
         from lmcache_rs.storage import StorageManager
 
-        form = None if self.registered is None else self.registered.form
-        return StorageManager(self.config, local_cpu=self.local_cpu, form=form)
+        with self._lock:
+            if self._storage_manager is None:
+                self._require_open()
+                self._storage_manager = StorageManager(self.config, local_cpu=self.local_cpu)
+        if self.registered is not None:
+            self._storage_manager.form = self.registered.form
+        return self._storage_manager
+
+    def clear(self, prefix: str | None = None) -> int:
+        """Removes every stored chunk, or those whose namespace begins with `prefix`; how many.
+
+        Leased chunks stay for whoever holds them, and are found no more. See
+        `StorageManager.clear`.
+        """
+        self._require_open()
+        return self.storage_manager.clear(prefix)
 
     def close(self) -> None:
-        """Ends the engine: later calls raise RuntimeError. Idempotent."""
-        self._closed = True
+        """Ends the engine: later calls raise RuntimeError. Puts that wait for tiers below host
+        memory are done first, within a deadline. Idempotent."""
+        with self._lock:
+            self._closed = True
+            storage_manager = self._storage_manager
         self._registration = None
+        if storage_manager is not None:
+            storage_manager.close()
         if self.local_cpu is not None:
             self.local_cpu.close()
 

@@ -217,6 +217,15 @@ fn decode(text: &str) -> Result<String, &'static str> {
     String::from_utf8(bytes).map_err(|_| "a value is not UTF-8")
 }
 
+/// Whether a namespace begins with `prefix`, a text that ends where one of its fields does: `model=a` begins
+/// `model=a@world=1`, and not `model=ab@world=1`. Every namespace begins with the empty text.
+pub fn begins_with(namespace: &str, prefix: &str) -> bool {
+    namespace.strip_prefix(prefix).is_some_and(|rest| {
+        let at_boundary = prefix.is_empty() || prefix.ends_with('@');
+        at_boundary || rest.is_empty() || rest.starts_with('@')
+    })
+}
+
 /// Gives namespaces their numbers within one index.
 #[derive(Debug, Default)]
 pub struct Namespaces {
@@ -244,6 +253,12 @@ impl Namespaces {
         self.next = self.next.checked_add(1)?;
         self.ids.insert(text.into(), id);
         Some(id)
+    }
+
+    /// The numbers of the namespaces whose text `chosen` chooses.
+    pub fn choose(&self, chosen: impl Fn(&str) -> bool) -> impl Iterator<Item = NamespaceId> {
+        let ids = self.ids.iter();
+        ids.filter(move |(text, _)| chosen(text)).map(|(_, &id)| id)
     }
 
     /// Whether it is time for [`Namespaces::forget_all_but`]: requests may carry any number of tags.
@@ -355,6 +370,31 @@ mod tests {
             })
             .collect();
         assert_eq!(texts.len(), names.len());
+    }
+
+    #[test]
+    fn a_prefix_ends_where_a_field_ends() {
+        let namespace = "model=a@world=1@tag.t=s:x";
+        for prefix in [
+            "",
+            "model=a",
+            "model=a@",
+            "model=a@world=1",
+            "model=a@world=1@tag.t=s:x",
+        ] {
+            assert!(begins_with(namespace, prefix), "{prefix}");
+        }
+        for prefix in [
+            "m",
+            "model=",
+            "model=a@world=",
+            "model=a@w",
+            "world=1",
+            "model=a@world=1@tag.t=s",
+        ] {
+            assert!(!begins_with(namespace, prefix), "{prefix}");
+        }
+        assert!(!begins_with("model=ab@world=1", "model=a"));
     }
 
     #[test]

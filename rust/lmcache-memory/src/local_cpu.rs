@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 use lmcache_core::extent::{Extent, Extents};
 use lmcache_core::hash::ChunkHash;
 use lmcache_core::hot_cache::{Access, HotCache, IndexKey, Policy, Reservation, Reserve, Victim};
-use lmcache_core::key::{NamespaceId, Namespaces};
+use lmcache_core::key::{NamespaceId, Namespaces, begins_with};
 
 use crate::error::MemoryError;
 use crate::lease::Leases;
@@ -310,8 +310,21 @@ impl LocalCpu {
         &self,
         namespace: &str,
         hash: ChunkHash,
-        mut chunk: ChunkMut,
+        chunk: ChunkMut,
     ) -> Result<bool, MemoryError> {
+        self.put_and_hold(namespace, hash, chunk)
+            .map(|(stored, _)| stored)
+    }
+
+    /// As [`LocalCpu::put`], with what the key holds from now on, which a later verb might no longer find.
+    /// Where another writer has the key and is not done, that is the chunk itself, unpublished; once the
+    /// store is closed it is nothing.
+    pub fn put_and_hold(
+        &self,
+        namespace: &str,
+        hash: ChunkHash,
+        mut chunk: ChunkMut,
+    ) -> Result<(bool, Option<MemoryObj>), MemoryError> {
         if !self.owns(&chunk) {
             return Err(MemoryError::ForeignMemory);
         }
@@ -323,20 +336,32 @@ impl LocalCpu {
             namespace: id,
             hash,
         });
-        let reserved = key.map(|key| (key, state.index.reserve(key)));
-        if let Some((key, Reserve::New(reservation))) = reserved {
+        let Some(key) = key else {
+            drop(state);
+            drop(chunk);
+            return Ok((false, None));
+        };
+        if let Reserve::New(reservation) = state.index.reserve(key) {
             let object = chunk.seal(Some(key));
-            state.index.publish(reservation, object);
-            return Ok(true);
+            state.index.publish(reservation, object.clone());
+            return Ok((true, Some(object)));
         }
+        let known = state.index.peek(&key).cloned();
         drop(state);
-        drop(chunk);
-        Ok(false)
+        Ok((
+            false,
+            Some(known.unwrap_or_else(|| chunk.seal_unpublished())),
+        ))
     }
 
     /// Whether this pool gave the chunk.
     pub fn owns(&self, chunk: &ChunkMut) -> bool {
         chunk.is_of(&self.0.bank)
+    }
+
+    /// As [`LocalCpu::owns`], of sealed memory.
+    pub fn owns_sealed(&self, object: &MemoryObj) -> bool {
+        object.is_of(&self.0.bank)
     }
 
     /// Finds the longest stored prefix and leases it under `lookup_id`, in place of what that id held before.
@@ -481,6 +506,34 @@ impl LocalCpu {
             state
                 .index
                 .retain(|_, _| false, |_, object| removed.push(object));
+        }
+        drop(state);
+        removed.len()
+    }
+
+    /// Removes every published chunk whose namespace begins with `prefix` (see [`begins_with`]). Leased ones
+    /// live on until their last handle goes, but are found no more. How many there were.
+    ///
+    /// Takes as long as there are namespaces and chunks to remove, whatever else is stored.
+    pub fn clear_prefix(&self, prefix: &str) -> usize {
+        self.remove_namespaces(|namespace| begins_with(namespace, prefix))
+    }
+
+    /// Removes every published chunk that [`LocalCpu::clear_prefix`] would leave. How many there were.
+    pub fn retain_prefix(&self, prefix: &str) -> usize {
+        self.remove_namespaces(|namespace| !begins_with(namespace, prefix))
+    }
+
+    fn remove_namespaces(&self, goes: impl Fn(&str) -> bool) -> usize {
+        let mut removed = Vec::new();
+        let mut state = self.0.lock();
+        if state.is_open() {
+            let State {
+                namespaces, index, ..
+            } = &mut *state;
+            for id in namespaces.choose(goes) {
+                index.remove_namespace(id, |_, object| removed.push(object));
+            }
         }
         drop(state);
         removed.len()

@@ -75,13 +75,18 @@ pub struct ChunkMut {
     // Dropped first, so that the entry is gone before its bytes are free.
     ticket: Option<Ticket>,
     piece: Piece,
+    positions: Option<Box<Positions>>,
 }
+
+/// One pointer wide where there are none: most chunks have none, and there may be a million of them.
+struct Positions(Box<[i64]>);
 
 impl ChunkMut {
     pub(crate) fn new(bank: Arc<Bank>, extent: Extent, len: usize, ticket: Option<Ticket>) -> Self {
         Self {
             ticket,
             piece: Piece { bank, extent, len },
+            positions: None,
         }
     }
 
@@ -102,6 +107,17 @@ impl ChunkMut {
         self.piece.len == 0
     }
 
+    /// Notes the positions of the chunk's tokens in their prompt; they stay with the chunk. Kept on the heap,
+    /// 8 bytes a token.
+    pub fn set_positions(&mut self, positions: Box<[i64]>) {
+        self.positions = Some(Box::new(Positions(positions)));
+    }
+
+    /// The positions that were set.
+    pub fn positions(&self) -> Option<&[i64]> {
+        self.positions.as_deref().map(|positions| &*positions.0)
+    }
+
     /// Whether `bank` gave the bytes: only there may they be published, and go back to.
     pub(crate) fn is_of(&self, bank: &Weak<Bank>) -> bool {
         ptr::eq(Arc::as_ptr(&self.piece.bank), bank.as_ptr())
@@ -112,10 +128,17 @@ impl ChunkMut {
         self.ticket = None;
     }
 
+    /// Seals the bytes without publishing them under a key: shared from here on, and found by nobody.
+    pub fn seal_unpublished(mut self) -> MemoryObj {
+        self.withdraw();
+        self.seal(None)
+    }
+
     /// Seals the bytes: from here on they are shared and never change.
     pub(crate) fn seal(self, key: Option<IndexKey>) -> MemoryObj {
         MemoryObj(Arc::new(Sealed {
             piece: self.piece,
+            positions: self.positions,
             key,
             waiting: AtomicU32::new(0),
         }))
@@ -139,6 +162,7 @@ impl fmt::Debug for ChunkMut {
 
 struct Sealed {
     piece: Piece,
+    positions: Option<Box<Positions>>,
     key: Option<IndexKey>,
     /// Lookups that hold the object for a request not yet allocated. Only for the share such leases may
     /// take of the pool; what may be evicted is decided by sole ownership alone.
@@ -167,6 +191,11 @@ impl MemoryObj {
     /// Whether the object holds no byte.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
+    }
+
+    /// Positions of the chunk's tokens in their prompt, where its writer set them.
+    pub fn positions(&self) -> Option<&[i64]> {
+        self.0.positions.as_deref().map(|positions| &*positions.0)
     }
 
     /// Handles that share the object now, the store's own included.

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use lmcache_core::key::{CacheEngineKey, Namespace, TagValue};
+use lmcache_core::key::{CacheEngineKey, Namespace, TagValue, begins_with};
 use pyo3::IntoPyObjectExt;
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
@@ -38,6 +38,12 @@ fn tag_value(name: &str, value: &Bound<'_, PyAny>) -> PyResult<TagValue> {
             "tag {name:?} is of type {found}; tags are None, bool, int, float or str"
         )))
     }
+}
+
+/// Whether a namespace begins with `prefix`, a text that ends where one of its fields does.
+#[pyfunction]
+pub(crate) fn namespace_begins_with(namespace: &str, prefix: &str) -> bool {
+    begins_with(namespace, prefix)
 }
 
 /// Canonical text of a namespace, of a chunk's key (with `chunk_hash`), or of a layer's (with both).

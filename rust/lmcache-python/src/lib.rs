@@ -14,7 +14,7 @@ mod transfer;
 #[pyo3::pymodule]
 mod _native {
     #[pymodule_export]
-    use crate::key::{encode_key, parse_key};
+    use crate::key::{encode_key, namespace_begins_with, parse_key};
     #[pymodule_export]
     use crate::layer_copy::{LayerBuffer, LayerCopy};
     #[pymodule_export]

@@ -3,6 +3,7 @@
 use std::collections::HashSet;
 use std::ffi::{c_int, c_void};
 use std::ptr;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -116,12 +117,22 @@ impl LocalCpu {
         let hash = chunk_hash(hash, "hash")?;
         memory_obj.require_puttable(store)?;
         let chunk = memory_obj.take_writable()?;
-        let stored = caught(|| store.put(namespace, hash, chunk))?;
-        let published = caught(|| Ok::<_, NativeError>(store.get(namespace, &[hash])))?;
-        if let Some(object) = published.into_iter().next() {
-            *memory_obj.0.lock() = State::Sealed(object);
+        let (stored, object) = caught(|| store.put_and_hold(namespace, hash, chunk))?;
+        if let Some(object) = object {
+            memory_obj.shared.seal(object);
         }
         Ok(stored)
+    }
+
+    /// Whether this pool gave the memory, which is writable or sealed.
+    fn owns(&self, memory_obj: &MemoryObj) -> PyResult<bool> {
+        let store = self.store()?;
+        Ok(match &memory_obj.shared.try_lock()?.state {
+            State::Writable(chunk) => store.owns(chunk),
+            State::Sealed(object) => store.owns_sealed(object),
+            State::Lent => return Err(NativeError::Spent(LENT).into()),
+            State::Released => false,
+        })
     }
 
     /// Raises what `put` would raise for any of these objects, or for one of them named twice.
@@ -130,7 +141,7 @@ impl LocalCpu {
         let mut seen = HashSet::new();
         for memory_obj in &memory_objs {
             memory_obj.require_puttable(store)?;
-            if !seen.insert(Arc::as_ptr(&memory_obj.0)) {
+            if !seen.insert(Arc::as_ptr(&memory_obj.shared)) {
                 return Err(NativeError::Spent(TWICE).into());
             }
         }
@@ -146,10 +157,22 @@ impl LocalCpu {
         })?)
     }
 
-    /// Removes every chunk; how many there were.
-    fn clear(&self, py: Python<'_>) -> PyResult<usize> {
+    /// Removes every chunk, or those whose namespace begins with `prefix`; how many there were.
+    #[pyo3(signature = (prefix = None))]
+    fn clear(&self, py: Python<'_>, prefix: Option<&str>) -> PyResult<usize> {
         let store = self.store()?;
-        enter(py, || Ok::<_, NativeError>(store.clear()))
+        enter(py, || {
+            Ok::<_, NativeError>(match prefix {
+                Some(prefix) => store.clear_prefix(prefix),
+                None => store.clear(),
+            })
+        })
+    }
+
+    /// Removes every chunk whose namespace does not begin with `prefix`; how many there were.
+    fn retain(&self, py: Python<'_>, prefix: &str) -> PyResult<usize> {
+        let store = self.store()?;
+        enter(py, || Ok::<_, NativeError>(store.retain_prefix(prefix)))
     }
 
     /// Empties the store for good. Idempotent.
@@ -190,26 +213,43 @@ enum State {
 ///
 /// Python's subclass puts shape and element type on top; it shares the memory of the handle it is made from.
 #[pyclass(frozen, subclass, module = "lmcache_rs._native")]
-pub(crate) struct MemoryObj(Arc<Shared>);
+pub(crate) struct MemoryObj {
+    shared: Arc<Shared>,
+    /// References that this handle took besides its own; changed under the lock of what it shares.
+    num_extra: AtomicUsize,
+}
+
+struct Memory {
+    state: State,
+    /// References that the handles took besides their own: clones of sealed memory, and mere places for them
+    /// as long as it is writable, when it has one owner.
+    extra: Vec<Option<object::MemoryObj>>,
+}
 
 struct Shared {
-    state: Owned<Mutex<State>>,
+    memory: Owned<Mutex<Memory>>,
     /// Buffers that Python holds on a writable piece; it cannot be sealed under them.
     writers: Mutex<usize>,
 }
 
 impl Shared {
-    fn try_lock(&self) -> Result<MutexGuard<'_, State>, NativeError> {
+    fn try_lock(&self) -> Result<MutexGuard<'_, Memory>, NativeError> {
         Ok(self
-            .state
+            .memory
             .get()?
             .lock()
             .unwrap_or_else(PoisonError::into_inner))
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, Memory> {
         self.try_lock()
             .expect("the caller has used the handle in this process before")
+    }
+
+    fn seal(&self, object: object::MemoryObj) {
+        let mut memory = self.lock();
+        memory.extra.fill(Some(object.clone()));
+        memory.state = State::Sealed(object);
     }
 
     fn writers(&self) -> MutexGuard<'_, usize> {
@@ -233,7 +273,7 @@ impl Loan {
 impl Drop for Loan {
     fn drop(&mut self) {
         if let Some(chunk) = self.chunk.take() {
-            *self.home.lock() = State::Writable(chunk);
+            self.home.lock().state = State::Writable(chunk);
         }
     }
 }
@@ -257,17 +297,40 @@ const LENT: &str =
     "memory is in use by a copy, or named twice in this call; use each object once at a time";
 const TWICE: &str = "memory is named twice in this call; allocate one object a key";
 const SPENT: &str = "memory was put or released before; allocate anew";
+const SURPLUS: &str = "this handle took no reference that it could give back; call ref_count_up once for each \
+    ref_count_down, and drop the handle itself to end its own reference";
+
+/// What the handle took ends with it. In a fork nothing is touched: it is all the parent's.
+impl Drop for MemoryObj {
+    fn drop(&mut self) {
+        let num_extra = *self.num_extra.get_mut();
+        if num_extra > 0
+            && let Ok(mut memory) = self.shared.try_lock()
+        {
+            let kept = memory.extra.len().saturating_sub(num_extra);
+            let given_back = memory.extra.split_off(kept);
+            drop(memory);
+            drop(given_back);
+        }
+    }
+}
 
 impl MemoryObj {
     fn new(state: State) -> Self {
-        Self(Arc::new(Shared {
-            state: Owned::new(Mutex::new(state)),
+        let extra = Vec::new();
+        Self::of(Arc::new(Shared {
+            memory: Owned::new(Mutex::new(Memory { state, extra })),
             writers: Mutex::new(0),
         }))
     }
 
+    fn of(shared: Arc<Shared>) -> Self {
+        let num_extra = AtomicUsize::new(0);
+        Self { shared, num_extra }
+    }
+
     fn require_no_writer(&self) -> PyResult<()> {
-        if *self.0.writers() > 0 {
+        if *self.shared.writers() > 0 {
             return Err(PyBufferError::new_err(
                 "memory is still exported for writing; release every memoryview and tensor of it before it is put",
             ));
@@ -277,7 +340,7 @@ impl MemoryObj {
 
     /// Leaves the handle as it is, so that a refused put costs nothing.
     fn require_puttable(&self, store: &local_cpu::LocalCpu) -> PyResult<()> {
-        match &*self.0.try_lock()? {
+        match &self.shared.try_lock()?.state {
             State::Writable(chunk) if store.owns(chunk) => {}
             State::Writable(_) => {
                 return Err(NativeError::from(MemoryError::ForeignMemory).into());
@@ -294,12 +357,12 @@ impl MemoryObj {
     }
 
     fn replace_writable(&self, by: State) -> PyResult<ChunkMut> {
-        let mut state = self.0.try_lock()?;
-        match std::mem::replace(&mut *state, by) {
+        let mut memory = self.shared.try_lock()?;
+        match std::mem::replace(&mut memory.state, by) {
             State::Writable(chunk) => Ok(chunk),
             other => {
                 let lent = matches!(other, State::Lent);
-                *state = other;
+                memory.state = other;
                 Err(NativeError::Spent(if lent { LENT } else { SPENT }).into())
             }
         }
@@ -308,13 +371,13 @@ impl MemoryObj {
     /// The memory, to be written by a copy.
     pub(crate) fn lend(&self) -> PyResult<Loan> {
         let chunk = Some(self.replace_writable(State::Lent)?);
-        let home = Arc::clone(&self.0);
+        let home = Arc::clone(&self.shared);
         Ok(Loan { home, chunk })
     }
 
     /// The memory, to be read by a copy.
     pub(crate) fn source(&self) -> PyResult<Source> {
-        if let State::Sealed(object) = &*self.0.try_lock()? {
+        if let State::Sealed(object) = &self.shared.try_lock()?.state {
             return Ok(Source::Sealed(object.clone()));
         }
         self.lend().map(Source::Writable)
@@ -326,13 +389,13 @@ impl MemoryObj {
     /// Another handle of the same memory and state.
     #[new]
     fn share(of: &MemoryObj) -> Self {
-        Self(Arc::clone(&of.0))
+        Self::of(Arc::clone(&of.shared))
     }
 
     /// Size in bytes; 0 once released.
     #[getter]
     fn nbytes(&self) -> PyResult<usize> {
-        Ok(match &*self.0.try_lock()? {
+        Ok(match &self.shared.try_lock()?.state {
             State::Writable(chunk) => chunk.len(),
             State::Sealed(object) => object.len(),
             State::Lent => return Err(NativeError::Spent(LENT).into()),
@@ -340,25 +403,88 @@ impl MemoryObj {
         })
     }
 
-    /// Handles that share the memory, the store's own included; 0 once released.
+    /// References to the memory, the store's own and those of `ref_count_up` included; 0 once released.
     #[getter]
     fn ref_count(&self) -> PyResult<usize> {
-        Ok(match &*self.0.try_lock()? {
-            State::Writable(_) | State::Lent => 1,
+        let memory = self.shared.try_lock()?;
+        Ok(match &memory.state {
+            State::Writable(_) | State::Lent => 1 + memory.extra.len(),
             State::Sealed(object) => object.ref_count(),
             State::Released => 0,
         })
     }
 
+    /// Takes one more reference, which this handle gives back with `ref_count_down` or as it ends.
+    fn ref_count_up(&self) -> PyResult<()> {
+        let mut memory = self.shared.try_lock()?;
+        let clone = match &memory.state {
+            State::Sealed(object) => Some(object.clone()),
+            State::Writable(_) | State::Lent => None,
+            State::Released => return Err(NativeError::Spent(SPENT).into()),
+        };
+        memory.extra.push(clone);
+        self.num_extra.fetch_add(1, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// Gives back one reference that this handle took with `ref_count_up`.
+    fn ref_count_down(&self) -> PyResult<()> {
+        let mut memory = self.shared.try_lock()?;
+        if self.num_extra.load(Ordering::Relaxed) == 0 {
+            return Err(NativeError::Spent(SURPLUS).into());
+        }
+        self.num_extra.fetch_sub(1, Ordering::Relaxed);
+        let given_back = memory.extra.pop();
+        drop(memory);
+        drop(given_back);
+        Ok(())
+    }
+
+    /// Seals the memory without publishing it: readable from here on, and found under no key.
+    fn seal(&self) -> PyResult<()> {
+        let chunk = self.take_writable()?;
+        let object = caught(|| Ok::<_, NativeError>(chunk.seal_unpublished()))?;
+        self.shared.seal(object);
+        Ok(())
+    }
+
+    /// Positions of the chunk's tokens in their prompt, as native int64 end to end; `None` if nobody set them.
+    #[getter]
+    fn positions<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyBytes>>> {
+        let memory = self.shared.try_lock()?;
+        let positions = match &memory.state {
+            State::Writable(chunk) => chunk.positions(),
+            State::Sealed(object) => object.positions(),
+            State::Lent => return Err(NativeError::Spent(LENT).into()),
+            State::Released => None,
+        };
+        Ok(positions.map(|positions| {
+            let bytes: Vec<u8> = positions.iter().flat_map(|p| p.to_ne_bytes()).collect();
+            PyBytes::new(py, &bytes)
+        }))
+    }
+
+    /// Sets the positions of writable memory, which then stay with the chunk.
+    fn set_positions(&self, positions: Vec<i64>) -> PyResult<()> {
+        match &mut self.shared.try_lock()?.state {
+            State::Writable(chunk) => {
+                chunk.set_positions(positions.into());
+                Ok(())
+            }
+            State::Lent => Err(NativeError::Spent(LENT).into()),
+            State::Sealed(_) | State::Released => Err(NativeError::Spent(SPENT).into()),
+        }
+    }
+
     /// Whether it is sealed: written for good and readable by all.
     #[getter]
     fn sealed(&self) -> PyResult<bool> {
-        Ok(matches!(*self.0.try_lock()?, State::Sealed(_)))
+        Ok(matches!(self.shared.try_lock()?.state, State::Sealed(_)))
     }
 
     /// A copy of the bytes.
     fn to_bytes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
-        match &mut *self.0.try_lock()? {
+        match &mut self.shared.try_lock()?.state {
             State::Writable(chunk) => Ok(PyBytes::new(py, chunk.bytes_mut())),
             State::Sealed(object) => Ok(PyBytes::new(py, object.bytes())),
             State::Lent => Err(NativeError::Spent(LENT).into()),
@@ -374,7 +500,7 @@ impl MemoryObj {
         flags: c_int,
     ) -> PyResult<()> {
         let this = slf.get();
-        let (address, len, readonly) = match &mut *this.0.try_lock()? {
+        let (address, len, readonly) = match &mut this.shared.try_lock()?.state {
             State::Writable(chunk) => {
                 let bytes = chunk.bytes_mut();
                 (bytes.as_mut_ptr(), bytes.len(), false)
@@ -400,7 +526,7 @@ impl MemoryObj {
             return Err(PyErr::fetch(slf.py()));
         }
         if !readonly {
-            *this.0.writers() += 1;
+            *this.shared.writers() += 1;
         }
         // SAFETY: filled just now; `internal` is ours to use and tells the two kinds of view apart.
         unsafe {
@@ -418,7 +544,7 @@ impl MemoryObj {
     unsafe fn __releasebuffer__(&self, view: *mut ffi::Py_buffer) {
         // SAFETY: the view is one of ours, see `__getbuffer__`.
         if unsafe { !(*view).internal.is_null() } {
-            *self.0.writers() -= 1;
+            *self.shared.writers() -= 1;
         }
     }
 }

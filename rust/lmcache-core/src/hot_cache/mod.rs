@@ -18,6 +18,7 @@ mod lru;
 mod mru;
 mod policy;
 mod s3_fifo;
+mod siblings;
 mod slab;
 
 #[cfg(test)]
@@ -29,6 +30,7 @@ use hashbrown::HashTable;
 
 pub use self::policy::{Access, Policy};
 use self::policy::{AnyOrder, Order};
+use self::siblings::Siblings;
 use self::slab::{FRESH, HELD, NIL, PENDING, Slab, Slot};
 use crate::hash::ChunkHash;
 use crate::key::NamespaceId;
@@ -124,6 +126,7 @@ pub struct HotCache<V> {
     policy: Policy,
     table: HashTable<u32>,
     slab: Slab<V>,
+    siblings: Siblings,
     order: AnyOrder,
     num_resident: usize,
     /// The entries of the chain at hand; kept for its memory.
@@ -144,6 +147,7 @@ impl<V> HotCache<V> {
             policy,
             table: HashTable::new(),
             slab: Slab::new(order.num_lists()),
+            siblings: Siblings::default(),
             order,
             num_resident: 0,
             chain: Vec::new(),
@@ -174,7 +178,8 @@ impl<V> HotCache<V> {
     /// point to is not.
     pub fn heap_bytes(&mut self) -> usize {
         let ghosts = self.order.ghosts().map_or(0, |ghosts| ghosts.heap_bytes());
-        self.slab.heap_bytes() + self.table.allocation_size() + self.chain.capacity() * 4 + ghosts
+        let entries = self.slab.heap_bytes() + self.siblings.heap_bytes();
+        entries + self.table.allocation_size() + self.chain.capacity() * 4 + ghosts
     }
 
     /// The published entries, in no particular order.
@@ -183,11 +188,9 @@ impl<V> HotCache<V> {
         slots.filter_map(|slot| slot.value.as_ref().map(|value| (&slot.key, value)))
     }
 
-    /// The namespaces that have entries, Pending ones included; repeated once an entry.
+    /// The namespaces that have entries, Pending ones included.
     pub fn namespaces(&self) -> impl Iterator<Item = NamespaceId> {
-        let slots = self.slab.slots.iter();
-        let taken = slots.filter(|slot| slot.value.is_some() || slot.has(PENDING));
-        taken.map(|slot| slot.key.namespace)
+        self.siblings.namespaces()
     }
 
     /// Opens a batch: entries touched from now on are safe from [`HotCache::evict`] until the next one, so
@@ -375,6 +378,26 @@ impl<V> HotCache<V> {
         self.trim_ghosts();
     }
 
+    /// Removes every published entry of a namespace and hands them to `removed`. What other namespaces hold
+    /// costs nothing.
+    pub fn remove_namespace(
+        &mut self,
+        namespace: NamespaceId,
+        mut removed: impl FnMut(IndexKey, V),
+    ) {
+        let mut at = self.siblings.first(namespace);
+        while at != NIL {
+            let behind = self.siblings.behind(at);
+            let slot = &self.slab.slots[at as usize];
+            if slot.value.is_some() {
+                let key = slot.key;
+                removed(key, self.remove_resident(at));
+            }
+            at = behind;
+        }
+        self.trim_ghosts();
+    }
+
     fn find(&self, key: &IndexKey) -> Option<u32> {
         let slots = &self.slab.slots;
         let same = |&at: &u32| slots[at as usize].key == *key;
@@ -388,6 +411,7 @@ impl<V> HotCache<V> {
 
     fn insert(&mut self, key: IndexKey) -> u32 {
         let at = self.slab.take(key);
+        self.siblings.enter(key.namespace, at);
         let slots = &self.slab.slots;
         self.table.insert_unique(key.table_hash(), at, |&at| {
             slots[at as usize].key.table_hash()
@@ -446,7 +470,9 @@ impl<V> HotCache<V> {
     }
 
     fn vacate(&mut self, at: u32) -> Option<V> {
-        let hash = self.slab.slots[at as usize].key.table_hash();
+        let key = self.slab.slots[at as usize].key;
+        self.siblings.leave(key.namespace, at);
+        let hash = key.table_hash();
         let entry = self.table.find_entry(hash, |&other| other == at);
         entry
             .expect("corrupt index: an entry is not in the table")

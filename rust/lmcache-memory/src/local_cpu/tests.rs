@@ -485,3 +485,126 @@ fn a_panic_in_the_books_closes_the_store_and_harms_nobody() {
     cpu.close();
     assert!(cpu.0.bank.upgrade().is_none(), "the memory is given back");
 }
+
+/// One chunk under each of these namespaces.
+fn store_under(cpu: &LocalCpu, namespaces: &[&str]) {
+    let hash = hashes([1]);
+    for namespace in namespaces {
+        let reserved = cpu.reserve(namespace, &hash, 0, |_| PAGE_BYTES);
+        let chunks = reserved.chunks.into_iter().map(|(_, chunk)| chunk);
+        cpu.commit(namespace, &hash, chunks.collect());
+    }
+}
+
+fn stored_among<'a>(cpu: &LocalCpu, namespaces: &[&'a str]) -> Vec<&'a str> {
+    let hash = hashes([1]);
+    let is_stored = |namespace: &&&str| cpu.longest_prefix(namespace, &hash) == 1;
+    namespaces.iter().filter(is_stored).copied().collect()
+}
+
+const TENANTS: [&str; 5] = [
+    "model=a@tag.t=s:x",
+    "model=a@tag.t=s:y",
+    "model=a",
+    "model=ab@tag.t=s:x",
+    "model=b",
+];
+
+#[test]
+fn a_prefix_is_cleared_at_field_boundaries_and_nothing_else() {
+    for (prefix, left) in [
+        ("model=a", &TENANTS[3..]),
+        ("model=a@tag.t=s:x", &TENANTS[1..]),
+        ("model=", &TENANTS[..]),
+        ("model=c", &TENANTS[..]),
+        ("", &[]),
+    ] {
+        let cpu = store_of(8);
+        store_under(&cpu, &TENANTS);
+        assert_eq!(cpu.clear_prefix(prefix), 5 - left.len(), "{prefix}");
+        assert_eq!(stored_among(&cpu, &TENANTS), left, "{prefix}");
+        assert_books_balance(&cpu);
+        store_under(&cpu, &TENANTS);
+        assert_eq!(stored_among(&cpu, &TENANTS), TENANTS, "and stored again");
+    }
+}
+
+#[test]
+fn all_but_a_prefix_is_removed() {
+    for (prefix, left) in [
+        ("model=a", &TENANTS[..3]),
+        ("model=c", &[]),
+        ("", &TENANTS[..]),
+    ] {
+        let cpu = store_of(8);
+        store_under(&cpu, &TENANTS);
+        assert_eq!(cpu.retain_prefix(prefix), 5 - left.len(), "{prefix}");
+        assert_eq!(stored_among(&cpu, &TENANTS), left, "{prefix}");
+        assert_books_balance(&cpu);
+    }
+}
+
+#[test]
+fn what_a_clear_removes_stays_for_its_holders_and_is_found_no_more() {
+    let cpu = store_of(8);
+    store(&cpu, &hashes(1..=2));
+    let held = cpu.get("ns", &hashes([1]));
+    assert_eq!(cpu.lookup("r", "ns", &hashes(1..=2)).num_chunks, 2);
+    let being_written = cpu.reserve("ns", &hashes([3]), 0, |_| PAGE_BYTES);
+    assert_eq!(
+        cpu.clear_prefix("ns"),
+        2,
+        "what is being written is not there yet"
+    );
+    assert_eq!(cpu.longest_prefix("ns", &hashes([1])), 0);
+    assert_eq!(cpu.audit().cached_bytes, 0);
+    assert_eq!(cpu.audit().free_bytes, 5 * PAGE, "three are held");
+    assert!(held[0].bytes().iter().all(|&byte| byte == 1));
+    assert_eq!(
+        cpu.take("r", "ns", &hashes(1..=2)).len(),
+        2,
+        "a promise is kept"
+    );
+    drop((held, being_written));
+    assert_books_balance(&cpu);
+}
+
+#[test]
+fn positions_stay_with_their_chunk() {
+    let cpu = store_of(8);
+    let (one, two) = (hashes([1])[0], hashes([2])[0]);
+    let mut chunks = cpu.allocate(&[PAGE_BYTES, PAGE_BYTES]).expect("room");
+    chunks[0].set_positions(vec![7, -1, i64::MAX].into());
+    for (hash, chunk) in [one, two].into_iter().zip(chunks) {
+        cpu.put("ns", hash, chunk).expect("its own memory");
+    }
+    let objects = cpu.get("ns", &[one, two]);
+    assert_eq!(objects[0].positions(), Some(&[7, -1, i64::MAX][..]));
+    assert_eq!(objects[1].positions(), None);
+    drop(objects);
+    assert_books_balance(&cpu);
+}
+
+#[test]
+fn a_put_hands_back_what_its_key_holds() {
+    let cpu = store_of(8);
+    let filled = |byte: u8| {
+        let mut chunk = cpu.allocate(&[PAGE_BYTES]).expect("room").remove(0);
+        chunk.bytes_mut().fill(byte);
+        chunk
+    };
+    let put = |hash, chunk| cpu.put_and_hold("ns", hash, chunk).expect("its own memory");
+    let (one, two) = (hashes([1])[0], hashes([2])[0]);
+    let (stored, object) = put(one, filled(1));
+    assert!(stored && object.is_some_and(|object| object.bytes()[0] == 1));
+    let (stored, object) = put(one, filled(2));
+    assert!(!stored && object.is_some_and(|object| object.bytes()[0] == 1));
+    let reserved = cpu.reserve("ns", &[two], 0, |_| PAGE_BYTES);
+    let (stored, object) = put(two, filled(3));
+    assert!(!stored && object.is_some_and(|object| object.bytes()[0] == 3));
+    drop(reserved);
+    assert_eq!(cpu.longest_prefix("ns", &[two]), 0);
+    let chunk = filled(4);
+    cpu.close();
+    assert!(matches!(put(two, chunk), (false, None)));
+}

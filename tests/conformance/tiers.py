@@ -1,0 +1,158 @@
+"""The tiers that the promises here are held against: add yours to `TIERS`."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from lmcache_rs import CacheEngineKey, MemoryObj, _native
+from lmcache_rs.storage import (
+    LocalCPUBackend,
+    StorageBackend,
+    StorageBackendInterface,
+    allocate_and_copy_objects,
+)
+from lmcache_rs.storage.tier import BackendTier
+
+PAGE = 4096
+POOL_BYTES = 2048 * PAGE
+DEADLINE_S = 20.0
+
+
+def example(name: str) -> ModuleType:
+    """A module of examples/, which is no package."""
+    path = Path(__file__).resolve().parents[2] / "examples" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+class DictBackend(StorageBackend):
+    """The least that is a backend, and the keys besides, so that it can be cleared."""
+
+    def __init__(self) -> None:
+        self.chunks: dict[CacheEngineKey, tuple[bytes, bytes]] = {}
+
+    def put(self, key: CacheEngineKey, data: memoryview, metadata: bytes) -> None:
+        self.chunks[key] = bytes(data), metadata
+
+    def get(self, key: CacheEngineKey) -> tuple[bytes, bytes] | None:
+        return self.chunks.get(key)
+
+    def contains(self, key: CacheEngineKey) -> bool:
+        return key in self.chunks
+
+    def remove(self, key: CacheEngineKey) -> bool:
+        return self.chunks.pop(key, None) is not None
+
+    def keys(self) -> list[CacheEngineKey]:
+        return list(self.chunks)
+
+
+def key(number: int, **changes: Any) -> CacheEngineKey:
+    chunk_hash = number.to_bytes(4, "big") * 8
+    return CacheEngineKey("m", 1, 0, chunk_hash, "float32", **changes)
+
+
+def chain(*numbers: int) -> list[CacheEngineKey]:
+    return [key(number) for number in numbers]
+
+
+class Subject:
+    """A tier, and the pool that objects for it come from.
+
+    Args:
+        tier: The tier.
+        lose: Takes a chunk away behind the tier's back.
+    """
+
+    def __init__(
+        self,
+        tier: StorageBackendInterface,
+        pool: _native.LocalCpu,
+        lose: Callable[[CacheEngineKey], None],
+    ) -> None:
+        self.tier = tier
+        self.pool = pool
+        self.lose = lose
+
+    def objects(self, *payloads: bytes) -> list[MemoryObj]:
+        """Sealed objects of these bytes, in memory that the tier takes."""
+        allocated = self.pool.allocate([len(payload) for payload in payloads])
+        assert allocated is not None
+        objects = [MemoryObj(raw) for raw in allocated]
+        for memory_obj, payload in zip(objects, payloads, strict=True):
+            memoryview(memory_obj)[:] = payload  # type: ignore[arg-type]
+            memory_obj.seal()
+        if self.tier.allocator is None:
+            return objects
+        return list(allocate_and_copy_objects(self.tier.allocator, objects))
+
+    def put(self, keys: Sequence[CacheEngineKey], *payloads: bytes) -> int:
+        """Puts, waits, and says how many were taken."""
+        taken = self.tier.batched_submit_put_task(keys, self.objects(*payloads))
+        assert self.tier.flush(DEADLINE_S)
+        return taken
+
+    def got(self, *keys: CacheEngineKey) -> list[bytes | None]:
+        """The bytes that the tier has for these keys."""
+        objects = self.tier.batched_get_blocking(keys)
+        return [None if each is None else each.to_bytes() for each in objects]
+
+    def in_use(self) -> int:
+        """Bytes of the pool that somebody still holds."""
+        books = self.pool.audit()
+        return books["capacity_bytes"] - books["free_bytes"]
+
+
+def _local_cpu(tmp_path: Path) -> Subject:
+    local_cpu = _native.LocalCpu(POOL_BYTES, 1000)
+
+    def lose(key: CacheEngineKey) -> None:
+        assert local_cpu.remove(key.namespace, key.chunk_hash)
+
+    return Subject(LocalCPUBackend(local_cpu), _native.LocalCpu(POOL_BYTES, 1000), lose)
+
+
+def python_tier(
+    backend: StorageBackend,
+    lose: Callable[[CacheEngineKey], None],
+    *,
+    deadline_s: float = DEADLINE_S,
+    max_queued_bytes: int = POOL_BYTES,
+) -> Subject:
+    """A backend in Python as the manager drives it."""
+    pool = _native.LocalCpu(POOL_BYTES, 1000)
+    tier = BackendTier(
+        "mine", backend, pool=pool, deadline_s=deadline_s, max_queued_bytes=max_queued_bytes
+    )
+    return Subject(tier, pool, lose)
+
+
+def _python_dict(tmp_path: Path) -> Subject:
+    backend = DictBackend()
+    return python_tier(backend, lambda key: backend.chunks.pop(key) and None)
+
+
+def _python_files(tmp_path: Path) -> Subject:
+    backend = example("python_backend").FolderBackend(tmp_path / "chunks")
+
+    def lose(key: CacheEngineKey) -> None:
+        backend.path(key).unlink()
+
+    return python_tier(backend, lose)
+
+
+TIERS = {
+    "local_cpu": _local_cpu,
+    "python_dict": _python_dict,
+    "python_files": _python_files,
+}
