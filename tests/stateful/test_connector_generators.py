@@ -21,7 +21,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from lmcache_rs import LMCacheEngineConfig, StorageManager
 from lmcache_rs.gpu_connector import (
-    LayerView,
     Rope,
     VLLMBufferLayerwiseGPUConnector,
     VLLMPagedMemLayerwiseGPUConnector,
@@ -138,7 +137,7 @@ class GeneratorMachine(RuleBasedStateMachine):
             return
         starts, ends = [start for start, _ in request.spans], [end for _, end in request.spans]
         request.kind, request.objects = "store", self.filled(request.kv)
-        views = [[LayerView(one, layer) for one in request.objects] for layer in range(LAYERS)]
+        views = [[one.layer(layer) for one in request.objects] for layer in range(LAYERS)]
         request.steps = self.connectors[kind].batched_from_gpu(
             views, starts, ends, slot_mapping=request.slots
         )
@@ -190,7 +189,7 @@ class GeneratorMachine(RuleBasedStateMachine):
         if 0 <= layer < LAYERS:
             objects = self.filled(request.kv)
             # One layer of whole chunks: the other layers' bytes are there too.
-            sent = request.steps.send([LayerView(one, layer) for one in objects])
+            sent = request.steps.send([one.layer(layer) for one in objects])
             assert sent is None
         else:
             assert next(request.steps) is None
@@ -240,11 +239,11 @@ class GeneratorMachine(RuleBasedStateMachine):
         if not request.kv:
             return
         objects = self.filled(request.kv)
-        views: list[Any] = [LayerView(one, request.done - 1) for one in objects]
+        views: list[Any] = [one.layer(request.done - 1) for one in objects]
         if what == "count":
             views.append(views[0])
         elif what == "layer":
-            views[-1] = LayerView(objects[-1], request.done % LAYERS)
+            views[-1] = objects[-1].layer(request.done % LAYERS)
         else:
             views[-1] = torch.zeros(CHUNK + 1, 2, HIDDEN)
         with pytest.raises(ValueError, match="give one a chunk|is due|takes"):

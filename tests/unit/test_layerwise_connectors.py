@@ -13,7 +13,6 @@ from test_layouts import ALL_FORMS, CHUNK, FORMS, HEAD, HEADS, LAYERS, SLOTS, at
 
 from lmcache_rs import LMCacheEngineConfig, StorageManager
 from lmcache_rs.gpu_connector import (
-    LayerView,
     LayoutError,
     Rope,
     VLLMBufferLayerwiseGPUConnector,
@@ -427,14 +426,14 @@ def test_a_layer_that_does_not_fit_moves_no_byte_of_it(storage: StorageManager, 
     before = [cache.clone() for cache in caches]
     wrong: list[tuple[Any, str]] = [
         (None, "no objects; give them with .send"),
-        ([LayerView(one, 0)], "1 memory objects for 2 chunks"),
-        ([LayerView(one, 0), LayerView(two, 1)], "layer 1 is given where layer 0 is due"),
-        ([LayerView(one, 0), LayerView(small[0], 0)], "give one layer of the chunk"),
-        ([LayerView(one, 0), two], "num_layers=1"),
-        ([LayerView(one, 0), LayerView(mla[0], 0)], "KV_MLA_FMT"),
-        ([LayerView(one, 0), torch.zeros(8, 2, HIDDEN, dtype=torch.float16)], "float16 for KV of"),
-        ([LayerView(one, 0), bytes(9)], "memory of 9 bytes"),
-        ([LayerView(one, 0), LayerView(one, 0)], "named twice"),
+        ([one.layer(0)], "1 memory objects for 2 chunks"),
+        ([one.layer(0), two.layer(1)], "layer 1 is given where layer 0 is due"),
+        ([one.layer(0), small[0].layer(0)], "give one layer of the chunk"),
+        ([one.layer(0), two], "num_layers=1"),
+        ([one.layer(0), mla[0].layer(0)], "KV_MLA_FMT"),
+        ([one.layer(0), torch.zeros(8, 2, HIDDEN, dtype=torch.float16)], "float16 for KV of"),
+        ([one.layer(0), bytes(9)], "memory of 9 bytes"),
+        ([one.layer(0), one.layer(0)], "named twice"),
     ]
     for views, message in wrong:
         steps = connector.batched_to_gpu(starts, ends, slot_mapping=slots)
@@ -444,18 +443,18 @@ def test_a_layer_that_does_not_fit_moves_no_byte_of_it(storage: StorageManager, 
         with pytest.raises(StopIteration):
             next(steps)
     assert all(map(torch.equal, caches, before))
-    with pytest.raises(ValueError, match="layer 3 of a chunk of 3"):
-        LayerView(one, LAYERS)
+    with pytest.raises(ValueError, match="layer 3 is none of 3"):
+        one.layer(LAYERS)
 
     one.tensor.fill_(3.0)
     two.tensor.fill_(3.0)
     for last, message in ((small[0], "give one layer"), (mla[0], "KV_MLA_FMT")):
-        layers = [[LayerView(one, layer), LayerView(last, layer)] for layer in range(LAYERS)]
+        layers = [[one.layer(layer), last.layer(layer)] for layer in range(LAYERS)]
         with pytest.raises(ValueError, match=message):
             next(connector.batched_from_gpu(layers, starts, ends, slot_mapping=slots))
     with pytest.raises(ValueError, match=r"of 2 layers for KV tensors of 3"):
         next(connector.batched_from_gpu([[], []], [], [], slot_mapping=slots))
-    late = [*list(by_layer([one, two]))[:1], [LayerView(one, 1), LayerView(small[0], 1)], []]
+    late = [*list(by_layer([one, two]))[:1], [one.layer(1), small[0].layer(1)], []]
     steps = connector.batched_from_gpu(late, starts, ends, slot_mapping=slots)
     next(steps)
     next(steps)
@@ -512,7 +511,7 @@ def test_the_buffered_connector_wants_order_and_known_positions(storage: Storage
     steps = load([0], [8], slot_mapping=slots)
     next(steps)
     with pytest.raises(ValueError, match="chunk 0 was stored at are not known"):
-        steps.send([LayerView(unknown, 0)])
+        steps.send([unknown.layer(0)])
     assert all(map(torch.equal, caches, before))
 
 

@@ -7,57 +7,16 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lmcache_rs import _native
-from lmcache_rs.layouts import LayoutError, MemoryFormat, StoredForm
+from lmcache_rs.layouts import LayoutError, StoredForm
+from lmcache_rs.storage import LayerView, MemoryObj, MemoryObjMetadata
 
 if TYPE_CHECKING:
     import torch
 
-    from lmcache_rs.storage import MemoryObj, MemoryObjMetadata
-
-__all__ = ["LayerView", "Piece", "by_layer", "pieces_of"]
+__all__ = ["Piece", "by_layer", "pieces_of"]
 
 Piece = tuple[Any, int, int]
 """Memory, the first byte in it, and a number of bytes."""
-
-
-class LayerView:
-    """One layer of a whole chunk's memory object, without a copy. It holds the chunk.
-
-    Args:
-        chunk: The whole chunk; with metadata unless `num_layers` is given.
-        layer_id: The layer, from 0.
-        num_layers: Layers of the chunk; None takes the metadata's.
-
-    Raises:
-        ValueError: The chunk has no such layer, or is not as many layers of equal size.
-    """
-
-    def __init__(self, chunk: MemoryObj, layer_id: int, num_layers: int | None = None) -> None:
-        layers = chunk._require_metadata().num_layers if num_layers is None else num_layers
-        if not 0 <= layer_id < layers:
-            raise ValueError(f"layer {layer_id} of a chunk of {layers}; count layers from 0")
-        if chunk.nbytes % layers:
-            raise ValueError(f"{chunk.nbytes} bytes are not {layers} layers of equal size")
-        self.chunk = chunk
-        self.layer_id = layer_id
-        self.nbytes = chunk.nbytes // layers
-
-    @property
-    def metadata(self) -> MemoryObjMetadata | None:
-        """The metadata of the whole chunk."""
-        return self.chunk.metadata
-
-    @property
-    def tensor(self) -> torch.Tensor:
-        """`[tokens, 2, hidden]`, `[tokens, hidden]`, or `[blocks, elements]`; sealed as the chunk.
-
-        Raises:
-            RuntimeError: The chunk has no metadata.
-        """
-        whole = self.chunk.tensor
-        if self.chunk.fmt is MemoryFormat.KV_2LTD:
-            return whole[:, self.layer_id].transpose(0, 1)
-        return whole[self.layer_id]
 
 
 def by_layer(memory_objs: Sequence[MemoryObj]) -> Iterator[list[LayerView]]:
@@ -71,7 +30,7 @@ def by_layer(memory_objs: Sequence[MemoryObj]) -> Iterator[list[LayerView]]:
     if len(counts) > 1:
         raise ValueError(f"chunks of {sorted(counts)} layers; all must have the same number")
     for layer_id in range(max(counts, default=0)):
-        yield [LayerView(memory_obj, layer_id) for memory_obj in memory_objs]
+        yield [memory_obj.layer(layer_id) for memory_obj in memory_objs]
 
 
 def pieces_of(
@@ -85,8 +44,8 @@ def pieces_of(
     """Where the bytes of one layer of each chunk are.
 
     Args:
-        views: A `LayerView` a chunk (anything with `chunk`, `layer_id` and `nbytes`), a memory
-            object of that layer alone, a tensor, or a contiguous buffer.
+        views: For each chunk its `LayerView`, a memory object of that layer alone, a tensor, or a
+            contiguous buffer.
         layer: The layer they must be.
         sizes: Bytes of each chunk in one layer.
         form: The stored form of the engine's tensors.
@@ -112,7 +71,11 @@ def _piece(view: Any, layer: int, nbytes: int, form: StoredForm, writable: bool)
         _require_form(getattr(view, "metadata", None), replace(form, num_layers=1))
         _require_size(view.nbytes, nbytes, layer)
         return view, 0, nbytes
-    if hasattr(view, "layer_id"):
+    if view is None:
+        raise ValueError(
+            f"a chunk of layer {layer} is not there; load those that are stored, each with its span"
+        )
+    if isinstance(view, LayerView):
         chunk = view.chunk
         if view.layer_id != layer:
             raise ValueError(f"a view of layer {view.layer_id} is given where layer {layer} is due")
