@@ -8,11 +8,14 @@ from typing_extensions import Buffer, disjoint_base
 __all__ = [
     "Chain",
     "Copier",
+    "LayerBuffer",
+    "LayerCopy",
     "LayerwiseStep",
     "LocalCpu",
     "LookupServer",
     "MemoryObj",
     "PagedCache",
+    "RopeShift",
     "build_info",
     "chunk_aligned",
     "decode_lookup_answer",
@@ -114,6 +117,33 @@ class Chain:
     def spans(
         self, skip: int = 0, with_tail: bool = False, extra_keys: bytes | None = None
     ) -> list[tuple[int, int, bytes]]: ...
+
+_Piece = tuple[MemoryObj | LayerBuffer | Buffer, int, int]
+
+@final
+class LayerBuffer:
+    def __new__(cls, nbytes: int) -> LayerBuffer: ...
+    @property
+    def nbytes(self) -> int: ...
+    def load(self, pieces: Sequence[_Piece], offsets: Sequence[int]) -> int: ...
+    def rotate(self, shift: RopeShift) -> None: ...
+    def to_bytes(self) -> bytes: ...
+    def unload(self, pieces: Sequence[_Piece], offsets: Sequence[int]) -> int: ...
+    def zero(self, ranges: Sequence[tuple[int, int]]) -> None: ...
+
+@final
+class LayerCopy:
+    def __new__(
+        cls,
+        paged: PagedCache,
+        starts: Sequence[int],
+        ends: Sequence[int],
+        slots: Buffer | Sequence[int],
+    ) -> LayerCopy: ...
+    @property
+    def layer_bytes(self) -> list[int]: ...
+    def gather(self, layer: int, pieces: Sequence[_Piece]) -> int: ...
+    def scatter(self, layer: int, pieces: Sequence[_Piece]) -> int: ...
 
 @final
 class Copier:
@@ -231,3 +261,19 @@ class PagedCache:
     @property
     def num_layers(self) -> int: ...
     def chunk_bytes(self, num_tokens: int) -> int: ...
+
+@final
+class RopeShift:
+    def __new__(
+        cls,
+        inv_freq: Sequence[float],
+        old: Buffer | Sequence[int],
+        new: Buffer | Sequence[int],
+        *,
+        interleaved: bool,
+        dtype: str,
+        row_elements: int,
+        heads: int,
+        head_size: int,
+        offset: int,
+    ) -> RopeShift: ...

@@ -16,7 +16,9 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from lmcache_rs import _native, gpu_connector
+from lmcache_rs import _native
+from lmcache_rs.gpu_connector import register as register_caches
+from lmcache_rs.gpu_connector import registration
 from lmcache_rs.layouts import Layout, TokenAxes, token_axes
 
 CASES = 100_000
@@ -97,12 +99,12 @@ def make_cache(layout: Layout, axes: str, random: np.random.Generator) -> Cache:
 
 def register(cache: Cache, axes: TokenAxes | None = None) -> _native.PagedCache:
     if cache.layout == "opaque":
-        registered = gpu_connector.register(cache.layers, "opaque", block_tokens=cache.block_tokens)
+        registered = register_caches(cache.layers, "opaque", block_tokens=cache.block_tokens)
         return registered.native
     first = cache.layers[0]
     axes = axes or token_axes(cache.layout, first.shape, first.stride())
     # Without the trial: it would find some faults before the cases can.
-    return gpu_connector._register_tokens(cache.layers, cache.layout, axes).native
+    return registration._register_tokens(cache.layers, cache.layout, axes).native
 
 
 class Cases:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from lmcache_rs import LMCacheEngine, LMCacheEngineConfig, LMCacheMetadata, gpu_connector
-from lmcache_rs.gpu_connector import VLLMPagedMemGPUConnectorV2, register
+from lmcache_rs import LMCacheEngine, LMCacheEngineConfig, LMCacheMetadata
+from lmcache_rs.gpu_connector import VLLMPagedMemGPUConnectorV2, register, registration
 from lmcache_rs.layouts import Layout, LayoutError, MemoryFormat
 from lmcache_rs.storage import MemoryObj
 
@@ -277,13 +277,13 @@ def test_registration_leaves_every_byte_as_it_was(name: str) -> None:
 
 def swap_strides(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plants what a wrong idea of an engine's axes would do."""
-    honest = gpu_connector.token_axes
+    honest = registration.token_axes
 
     def swapped(*given: Any) -> Any:
         axes = honest(*given)
         return replace(axes, token_stride=axes.head_stride, head_stride=axes.token_stride)
 
-    monkeypatch.setattr(gpu_connector, "token_axes", swapped)
+    monkeypatch.setattr(registration, "token_axes", swapped)
 
 
 @pytest.mark.parametrize("name", FORMS)

@@ -3,8 +3,10 @@
 mod errors;
 mod gate;
 mod key;
+mod layer_copy;
 mod layerwise;
 mod memory;
+mod rope;
 mod storage;
 mod token;
 mod transfer;
@@ -15,9 +17,13 @@ mod _native {
     #[pymodule_export]
     use crate::key::{encode_key, namespace_begins_with, parse_key};
     #[pymodule_export]
+    use crate::layer_copy::{LayerBuffer, LayerCopy};
+    #[pymodule_export]
     use crate::layerwise::{Copier, LayerwiseStep};
     #[pymodule_export]
     use crate::memory::{LocalCpu, MemoryObj};
+    #[pymodule_export]
+    use crate::rope::RopeShift;
     #[pymodule_export]
     use crate::storage::{
         LookupServer, decode_lookup_answer, encode_lookup_request, encode_ping_request,

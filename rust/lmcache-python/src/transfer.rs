@@ -122,26 +122,8 @@ impl Place {
     ) -> PyResult<Self> {
         match (blocks, slots) {
             (Some(blocks), None) => Ok(Self::Blocks(blocks)),
-            (None, Some(slots)) => Self::slots(py, slots).map(Self::Slots),
+            (None, Some(slots)) => int64s(py, slots, "slot_mapping").map(Self::Slots),
             _ => Err(PyValueError::new_err("give either blocks or slots")),
-        }
-    }
-
-    fn slots(py: Python<'_>, slots: &Bound<'_, PyAny>) -> PyResult<Vec<i64>> {
-        require_native_order(slots, "slot_mapping")?;
-        match PyBuffer::<i64>::get(slots) {
-            Ok(buffer) if buffer.dimensions() == 1 => buffer.to_vec(py),
-            Ok(buffer) => {
-                let dimensions = buffer.dimensions();
-                Err(PyValueError::new_err(format!(
-                    "slot_mapping must have one dimension, got {dimensions}"
-                )))
-            }
-            Err(_) => slots.extract().map_err(|error| {
-                PyTypeError::new_err(format!(
-                    "slot_mapping must hold int64, one a token: {error}"
-                ))
-            }),
         }
     }
 
@@ -150,6 +132,23 @@ impl Place {
             Self::Blocks(blocks) => Placement::Blocks(blocks),
             Self::Slots(slots) => Placement::Slots(slots),
         }
+    }
+}
+
+/// One int64 a token, from a buffer or a list.
+pub(crate) fn int64s(py: Python<'_>, values: &Bound<'_, PyAny>, what: &str) -> PyResult<Vec<i64>> {
+    require_native_order(values, what)?;
+    match PyBuffer::<i64>::get(values) {
+        Ok(buffer) if buffer.dimensions() == 1 => buffer.to_vec(py),
+        Ok(buffer) => {
+            let dimensions = buffer.dimensions();
+            Err(PyValueError::new_err(format!(
+                "{what} must have one dimension, got {dimensions}"
+            )))
+        }
+        Err(_) => values.extract().map_err(|error| {
+            PyTypeError::new_err(format!("{what} must hold int64, one a token: {error}"))
+        }),
     }
 }
 
@@ -238,7 +237,7 @@ pub(crate) fn gather(
     slots: &Bound<'_, PyAny>,
 ) -> PyResult<usize> {
     let paged = paged.0.get()?;
-    let slots = Place::slots(py, slots)?;
+    let slots = int64s(py, slots, "slot_mapping")?;
     let spans = spans(memory_objs.len(), &starts, &ends, &slots)?;
     let loans = memory_objs.iter().map(|object| object.get().lend());
     let mut loans = loans.collect::<PyResult<Vec<_>>>()?;
@@ -259,7 +258,7 @@ pub(crate) fn scatter(
     slots: &Bound<'_, PyAny>,
 ) -> PyResult<usize> {
     let paged = paged.0.get()?;
-    let slots = Place::slots(py, slots)?;
+    let slots = int64s(py, slots, "slot_mapping")?;
     let spans = spans(memory_objs.len(), &starts, &ends, &slots)?;
     let sources = memory_objs.iter().map(|object| object.get().source());
     let mut sources = sources.collect::<PyResult<Vec<_>>>()?;
@@ -270,7 +269,7 @@ pub(crate) fn scatter(
 }
 
 /// One span an object, each within `slots`.
-fn spans<'a>(
+pub(crate) fn spans<'a>(
     num_objects: usize,
     starts: &[usize],
     ends: &[usize],

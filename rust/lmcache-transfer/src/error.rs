@@ -51,4 +51,38 @@ pub enum TransferError {
         /// Bytes of the object.
         found: usize,
     },
+    /// A layer that is not there.
+    #[error("layer {layer} of a cache of {num_layers} layers; count layers from 0")]
+    NoSuchLayer {
+        /// Layer asked for.
+        layer: usize,
+        /// Layers registered.
+        num_layers: usize,
+    },
+    /// One layer's memory was given for another number of spans.
+    #[error("memory of {found} chunks for {spans} spans of tokens; give one layer of each chunk")]
+    SpanCount {
+        /// Pieces of memory given.
+        found: usize,
+        /// Spans planned.
+        spans: usize,
+    },
+    /// A piece of memory is not one layer of its span.
+    #[error(
+        "memory of {found} bytes for one layer of {num_tokens} tokens, which takes {expected}; give one layer of the chunk"
+    )]
+    LayerSize {
+        /// Tokens of the span.
+        num_tokens: usize,
+        /// Bytes they take in one layer.
+        expected: usize,
+        /// Bytes given.
+        found: usize,
+    },
+    /// Keys could not be shifted to other positions.
+    #[error("keys cannot be shifted: {reason}; check the frequencies, the heads and the positions")]
+    Rope {
+        /// What does not fit.
+        reason: String,
+    },
 }

@@ -1,4 +1,4 @@
-"""An engine's KV tensors: their registration for copies, and the bulk connector over them.
+"""An engine's KV tensors: their registration for copies, and the trial of it.
 
 A registration is only good once it has been tried: random bytes are written through torch, and what
 our copies gather and scatter must be what torch's own indexing says. A layout of addressable
@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from lmcache_rs import _native
 from lmcache_rs.layouts import (
-    LAYOUTS,
     Layout,
     LayoutError,
     MemoryFormat,
@@ -28,18 +27,7 @@ from lmcache_rs.layouts import (
 if TYPE_CHECKING:
     import torch
 
-    from lmcache_rs.storage import MemoryObj
-
-__all__ = [
-    "LAYOUTS",
-    "Layout",
-    "LayoutError",
-    "RegisteredCache",
-    "VLLMPagedMemGPUConnectorV2",
-    "identity",
-    "register",
-    "slots_of",
-]
+__all__ = ["RegisteredCache", "identity", "int64_tensor", "register", "slots_of"]
 
 logger = logging.getLogger("lmcache_rs")
 # Slots tried at registration: half of them gathered from, the others scattered to.
@@ -57,6 +45,7 @@ class RegisteredCache:
         form: The form of a chunk.
         block_tokens: Tokens of a block.
         num_blocks: Blocks of each layer.
+        heads: Heads of a token in one plane; 1 where they are not told apart.
         fallback_reason: Why the layout asked for is not the one in use, if so.
     """
 
@@ -66,12 +55,21 @@ class RegisteredCache:
     form: StoredForm
     block_tokens: int
     num_blocks: int
+    heads: int = 1
     fallback_reason: str | None = None
 
     @property
     def num_layers(self) -> int:
         """Registered layers."""
         return self.form.num_layers
+
+    def layer_bytes(self, num_tokens: int) -> int:
+        """Bytes of one layer of so many tokens.
+
+        Raises:
+            ValueError: The tokens are no whole number of opaque blocks.
+        """
+        return self.native.chunk_bytes(num_tokens) // self.num_layers
 
     @property
     def kv_dtype(self) -> str:
@@ -157,7 +155,9 @@ def _register_tokens(
         hidden=axes.heads * axes.head_size,
         dtype=_dtype_name(kvcaches[0]),
     )
-    return RegisteredCache(native, layout, axes.layout_id, form, axes.block_tokens, axes.num_blocks)
+    return RegisteredCache(
+        native, layout, axes.layout_id, form, axes.block_tokens, axes.num_blocks, axes.heads
+    )
 
 
 def _fall_back(
@@ -211,7 +211,13 @@ def _register_opaque(
     )
     axes = "x".join(str(size) for size in inner)
     registered = RegisteredCache(
-        native, "opaque", f"OPAQUE-{block_tokens}t-{axes}", form, block_tokens, num_blocks, reason
+        native,
+        "opaque",
+        f"OPAQUE-{block_tokens}t-{axes}",
+        form,
+        block_tokens,
+        num_blocks,
+        fallback_reason=reason,
     )
     _try_blocks(registered, kvcaches)
     return registered
@@ -359,6 +365,22 @@ def identity(kvcaches: Sequence[torch.Tensor]) -> tuple[object, ...]:
     return tuple((t.data_ptr(), t.shape, t.stride(), t.dtype, t.device) for t in kvcaches)
 
 
+def int64_tensor(values: torch.Tensor | Sequence[int], what: str) -> torch.Tensor:
+    """One int64 a token, as a tensor in host memory.
+
+    Raises:
+        ValueError, TypeError: More than one axis, or another element type.
+    """
+    import torch
+
+    tensor = torch.as_tensor(values).detach().cpu()
+    if tensor.dim() != 1:
+        raise ValueError(f"{what} must have one dimension, got {tensor.dim()}")
+    if tensor.dtype != torch.int64 and tensor.numel():
+        raise TypeError(f"{what} has dtype {tensor.dtype}; it must be int64")
+    return tensor.to(torch.int64)
+
+
 def slots_of(slot_mapping: torch.Tensor | Sequence[int], num_tokens: int | None = None) -> Any:
     """The slot mapping as int64 in host memory.
 
@@ -376,128 +398,3 @@ def slots_of(slot_mapping: torch.Tensor | Sequence[int], num_tokens: int | None 
             raise TypeError(f"slot_mapping has dtype {slots.dtype}; it must be int64")
         return slots
     return slot_mapping
-
-
-class VLLMPagedMemGPUConnectorV2:
-    """Moves memory objects between host memory and an engine's paged KV, all layers at once.
-
-    Args:
-        hidden_dim_size: Elements of a token in one plane; checked against the tensors if given.
-        num_layers: Layers of a chunk; checked against the tensors if given.
-        layout: What the axes of the KV tensors mean.
-        block_tokens: Tokens of a block, for `opaque`.
-    """
-
-    def __init__(
-        self,
-        hidden_dim_size: int | None = None,
-        num_layers: int | None = None,
-        *,
-        layout: Layout = "split",
-        block_tokens: int | None = None,
-    ) -> None:
-        require_layout(layout)
-        self.layout: Layout = layout
-        self._hidden_dim_size = hidden_dim_size
-        self._num_layers = num_layers
-        self._block_tokens = block_tokens
-        self._registered: RegisteredCache | None = None
-        self._registered_from: tuple[object, ...] = ()
-
-    def initialize_kvcaches_ptr(self, kvcaches: Sequence[torch.Tensor]) -> RegisteredCache:
-        """Registers the tensors, unless they are the registered ones already.
-
-        Raises:
-            LayoutError: The tensors are not what this connector was made for.
-        """
-        which = identity(kvcaches)
-        if self._registered is None or self._registered_from != which:
-            registered = register(kvcaches, self.layout, block_tokens=self._block_tokens)
-            stated = (self._num_layers, self._hidden_dim_size)
-            found = (registered.form.num_layers, registered.form.hidden)
-            for what, wanted, there in zip(
-                ("num_layers", "hidden_dim_size"), stated, found, strict=True
-            ):
-                if wanted not in (None, there):
-                    raise LayoutError(f"{what} is {wanted}, but the KV tensors have {there}")
-            self._registered, self._registered_from = registered, which
-        return self._registered
-
-    def get_shape(self, num_tokens: int) -> tuple[int, ...]:
-        """The shape of a chunk in the stored form.
-
-        Raises:
-            RuntimeError: No KV tensors are registered yet.
-        """
-        return self._require_registered().form.shape(num_tokens)
-
-    def batched_from_gpu(
-        self,
-        memory_objs: Sequence[MemoryObj | _native.MemoryObj],
-        starts: Sequence[int],
-        ends: Sequence[int],
-        *,
-        slot_mapping: torch.Tensor | Sequence[int],
-        kvcaches: Sequence[torch.Tensor] | None = None,
-    ) -> int:
-        """Fills each object with the tokens `starts[i]:ends[i]`.
-
-        Args:
-            memory_objs: Writable objects of the chunks' sizes, in any format of this stored form.
-            starts: The first token of each chunk, an index into `slot_mapping`.
-            ends: One past its last token.
-            slot_mapping: int64, one slot a token; the rows of tokens at -1 are left as they are.
-            kvcaches: One tensor a layer; None takes those registered before.
-
-        Returns:
-            Bytes copied.
-
-        Raises:
-            ValueError, TypeError, LayoutError: Sizes, slots or formats contradict each other.
-            RuntimeError: An object is sealed or in use.
-        """
-        registered = self._take(memory_objs, kvcaches)
-        slots = slots_of(slot_mapping)
-        return _native.gather(registered.native, memory_objs, starts, ends, slots)
-
-    def batched_to_gpu(
-        self,
-        memory_objs: Sequence[MemoryObj | _native.MemoryObj],
-        starts: Sequence[int],
-        ends: Sequence[int],
-        *,
-        slot_mapping: torch.Tensor | Sequence[int],
-        kvcaches: Sequence[torch.Tensor] | None = None,
-    ) -> int:
-        """Writes each object to the slots of the tokens `starts[i]:ends[i]`; -1 is skipped.
-
-        Arguments, result and errors as for `batched_from_gpu`; the objects may be sealed.
-        """
-        registered = self._take(memory_objs, kvcaches)
-        slots = slots_of(slot_mapping)
-        return _native.scatter(registered.native, memory_objs, starts, ends, slots)
-
-    def _take(
-        self,
-        memory_objs: Sequence[MemoryObj | _native.MemoryObj],
-        kvcaches: Sequence[torch.Tensor] | None,
-    ) -> RegisteredCache:
-        if kvcaches is not None:
-            self.initialize_kvcaches_ptr(kvcaches)
-        registered = self._require_registered()
-        form = registered.form
-        for number, memory_obj in enumerate(memory_objs):
-            metadata = getattr(memory_obj, "metadata", None)
-            if metadata is None:
-                continue
-            if metadata.form() != form:
-                raise LayoutError(
-                    f"memory object {number} is {metadata.form()}, the KV tensors are {form}; "
-                    "allocate it with the shape of get_shape(num_tokens)"
-                )
-        return registered
-
-    def _require_registered(self) -> RegisteredCache:
-        if self._registered is None:
-            raise RuntimeError("no KV tensors are registered; give kvcaches once")
-        return self._registered
