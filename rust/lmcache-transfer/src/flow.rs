@@ -165,7 +165,7 @@ pub fn scatter<'a>(
         require_size(paged, &span, source.len())?;
         sized.push((source, span));
     }
-    let mut job = CopyJob::begin(paged, sized)?;
+    let job = CopyJob::begin(paged, sized)?;
     job.all_layers();
     Ok(job.bytes())
 }

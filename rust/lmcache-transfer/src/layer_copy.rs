@@ -59,10 +59,11 @@ impl LayerCopy {
     /// All is checked before the first byte moves. Rows of tokens without a slot (-1) are left as they are.
     pub fn gather(&self, layer: usize, targets: &mut [&mut [u8]]) -> Result<usize, TransferError> {
         self.require(layer, targets.iter().map(|target| target.len()))?;
+        let call_bytes = self.bytes();
         for (span, target) in self.spans.iter().zip(targets) {
-            self.paged.gather(layer, &span.plan, target);
+            self.paged.gather(layer, &span.plan, target, call_bytes);
         }
-        Ok(self.bytes())
+        Ok(call_bytes)
     }
 
     /// Copies one layer of the spans into the cache: bytes moved.
@@ -70,10 +71,11 @@ impl LayerCopy {
     /// All is checked before the first byte moves. Tokens without a slot (-1) are skipped.
     pub fn scatter(&self, layer: usize, sources: &[&[u8]]) -> Result<usize, TransferError> {
         self.require(layer, sources.iter().map(|source| source.len()))?;
+        let call_bytes = self.bytes();
         for (span, source) in self.spans.iter().zip(sources) {
-            self.paged.scatter(layer, &span.plan, source);
+            self.paged.scatter(layer, &span.plan, source, call_bytes);
         }
-        Ok(self.bytes())
+        Ok(call_bytes)
     }
 
     fn bytes(&self) -> usize {

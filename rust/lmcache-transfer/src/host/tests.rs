@@ -215,7 +215,7 @@ proptest! {
             chunk[area.clone()].iter_mut().for_each(|byte| *byte = !*byte);
         }
         let sources = chunks.iter().zip(&areas).map(|(chunk, area)| &chunk[area.clone()]);
-        let mut job = CopyJob::begin(&paged, sources.zip(spans)).expect("in range");
+        let job = CopyJob::begin(&paged, sources.zip(spans)).expect("in range");
         if at_once { job.all_layers() } else { (0..LAYERS).for_each(|layer| job.layer(layer)) }
         drop(job);
         prop_assert_eq!(&engine.layers, &expected_layers);
