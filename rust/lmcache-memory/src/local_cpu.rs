@@ -8,118 +8,30 @@
 //! released or past their deadline; together they hold at most half of the pool, so that requests which
 //! only wait can never starve those that store.
 
-use std::collections::HashSet;
 use std::mem;
-use std::ops::{Deref, DerefMut};
-use std::thread;
 use std::time::{Duration, Instant};
 
-use lmcache_core::extent::{Extent, Extents};
+use lmcache_core::extent::Extents;
 use lmcache_core::hash::ChunkHash;
-use lmcache_core::hot_cache::{Access, HotCache, IndexKey, Policy, Reservation, Reserve, Victim};
-use lmcache_core::key::{NamespaceId, Namespaces, begins_with};
+use lmcache_core::hot_cache::{Access, HotCache, IndexKey, Policy, Reserve};
+use lmcache_core::key::{Namespaces, begins_with};
 
 use crate::error::MemoryError;
 use crate::lease::Leases;
 use crate::object::{Bank, ChunkMut, MemoryObj};
 use crate::region::{PAGE_BYTES, Region};
-use crate::sync::{self, Arc, Mutex, MutexGuard, Weak};
+use crate::sync::{self, Arc, Mutex};
 
+mod books;
 #[cfg(test)]
 mod tests;
+
+pub(crate) use books::Ticket;
+use books::{Books, Shared};
 
 /// The L1 store. Clones share it.
 #[derive(Debug, Clone)]
 pub struct LocalCpu(Arc<Shared>);
-
-#[derive(Debug)]
-pub(crate) struct Shared {
-    /// Names the bank, also once it is closed; the memory itself is held by [`State::bank`].
-    bank: Weak<Bank>,
-    capacity: u64,
-    lease: Duration,
-    state: Mutex<State>,
-}
-
-#[derive(Debug)]
-struct State {
-    /// There while the store is open. Taken by a close, so that the memory goes as soon as nobody reads it,
-    /// however long handles of the store itself are kept.
-    bank: Option<Arc<Bank>>,
-    /// A panic has left the books half-done; see [`Locked`].
-    broken: bool,
-    extents: Extents,
-    index: HotCache<MemoryObj>,
-    namespaces: Namespaces,
-    leases: Leases,
-    pending_bytes: u64,
-    evicted_chunks: u64,
-}
-
-/// Withdraws a reservation whose chunk is dropped before it is committed.
-#[derive(Debug)]
-pub(crate) struct Ticket {
-    store: Weak<Shared>,
-    pub(crate) key: IndexKey,
-    reservation: Option<Reservation>,
-    bytes: u64,
-}
-
-impl Drop for Ticket {
-    fn drop(&mut self) {
-        if let Some(reservation) = self.reservation.take()
-            && let Some(store) = self.store.upgrade()
-        {
-            let mut state = store.lock();
-            if !state.broken {
-                state.pending_bytes -= self.bytes;
-                state.index.abandon(reservation);
-            }
-        }
-    }
-}
-
-impl Shared {
-    fn lock(&self) -> Locked<'_> {
-        Locked {
-            state: self.state.lock(),
-            in_panic: thread::panicking(),
-        }
-    }
-}
-
-/// The books under their lock. A panic under it closes the store for good.
-///
-/// What may be half-done then is the index, the free list and the counts. Nothing is read through them any
-/// more: no chunk is found, no extent given out, none evicted, so every later call is a miss. Chunks already
-/// handed out own their extents and their memory without the books, and stay as they are.
-struct Locked<'a> {
-    state: MutexGuard<'a, State>,
-    /// It was a panic elsewhere that led here, e.g. to the drop of a chunk.
-    in_panic: bool,
-}
-
-impl Deref for Locked<'_> {
-    type Target = State;
-
-    fn deref(&self) -> &State {
-        &self.state
-    }
-}
-
-impl DerefMut for Locked<'_> {
-    fn deref_mut(&mut self) -> &mut State {
-        &mut self.state
-    }
-}
-
-impl Drop for Locked<'_> {
-    fn drop(&mut self) {
-        if thread::panicking() && !self.in_panic {
-            self.state.broken = true;
-        }
-    }
-}
 
 /// What [`LocalCpu::reserve`] gave.
 #[derive(Debug, Default)]
@@ -178,7 +90,7 @@ impl LocalCpu {
         let extents = Extents::new(region.len() as u64, PAGE_BYTES as u64);
         let len = region.len() as u64;
         let bank = Arc::new(Bank::new(region));
-        let state = State {
+        let state = Books {
             bank: Some(Arc::clone(&bank)),
             broken: false,
             extents,
@@ -528,7 +440,7 @@ impl LocalCpu {
         let mut removed = Vec::new();
         let mut state = self.0.lock();
         if state.is_open() {
-            let State {
+            let Books {
                 namespaces, index, ..
             } = &mut *state;
             for id in namespaces.choose(goes) {
@@ -606,101 +518,4 @@ fn prefix_within(limit: u64, mut held: u64, added: &[u64]) -> usize {
         fits
     };
     added.iter().copied().take_while(fits).count()
-}
-
-impl State {
-    fn is_open(&self) -> bool {
-        self.bank.is_some() && !self.broken
-    }
-
-    fn open_bank(&self) -> Option<Arc<Bank>> {
-        self.bank.clone().filter(|_| !self.broken)
-    }
-
-    /// Brings in what happened outside: extents that came back, leases whose time is up.
-    fn settle(&mut self, now: Instant, garbage: &mut Vec<MemoryObj>) {
-        if let Some(bank) = self.open_bank() {
-            self.take_back(&bank);
-            self.leases.expire(now, garbage);
-        }
-    }
-
-    fn take_back(&mut self, bank: &Bank) {
-        for extent in bank.take_returned() {
-            self.extents.free(extent);
-        }
-    }
-
-    fn intern(&mut self, namespace: &str) -> Option<NamespaceId> {
-        if self.namespaces.is_crowded() && self.namespaces.get(namespace).is_none() {
-            let in_use: HashSet<NamespaceId> = self.index.namespaces().collect();
-            self.namespaces.forget_all_but(&in_use);
-        }
-        self.namespaces.intern(namespace)
-    }
-
-    /// Finds room, evicting what may go; if even that does not help, everything stays.
-    fn alloc(&mut self, len: u64) -> Option<Extent> {
-        let mut victims = Vec::new();
-        let extent = self.make_room(len, &mut victims);
-        self.settle_victims(victims, extent.is_some());
-        extent
-    }
-
-    /// Finds room for all of them; if it does not suffice, everything stays.
-    fn alloc_all(&mut self, lens: &[usize]) -> Option<Vec<Extent>> {
-        let mut asked = 0u64;
-        for &len in lens {
-            asked = asked.checked_add(self.extents.rounded(len as u64)?)?;
-        }
-        if asked > self.extents.capacity() {
-            return None;
-        }
-        let mut victims = Vec::new();
-        let mut extents = Vec::with_capacity(lens.len());
-        for &len in lens {
-            match self.make_room(len as u64, &mut victims) {
-                Some(extent) => extents.push(extent),
-                None => break,
-            }
-        }
-        let complete = extents.len() == lens.len();
-        if !complete {
-            for extent in extents.drain(..) {
-                self.extents.free(extent);
-            }
-        }
-        self.settle_victims(victims, complete);
-        complete.then_some(extents)
-    }
-
-    /// Takes an extent, moving what has to go for it to `victims`.
-    fn make_room(&mut self, len: u64, victims: &mut Vec<Victim<MemoryObj>>) -> Option<Extent> {
-        if self.extents.rounded(len)? > self.extents.capacity() {
-            return None;
-        }
-        loop {
-            if let Some(extent) = self.extents.alloc(len) {
-                return Some(extent);
-            }
-            let victim = self.index.evict(MemoryObj::is_sole_owner)?;
-            self.extents.free(victim.value.extent());
-            victims.push(victim);
-        }
-    }
-
-    /// Lets the victims go for good, or puts them back in the order in which they were.
-    fn settle_victims(&mut self, victims: Vec<Victim<MemoryObj>>, gone: bool) {
-        if gone {
-            self.evicted_chunks += victims.len() as u64;
-            for victim in victims {
-                victim.value.into_extent();
-            }
-            return;
-        }
-        for victim in victims.into_iter().rev() {
-            self.extents.claim(victim.value.extent());
-            self.index.restore(victim);
-        }
-    }
 }
