@@ -24,6 +24,7 @@ from lmcache_rs import (
     _native,
 )
 from lmcache_rs.storage import LocalCPUBackend, StorageBackend
+from lmcache_rs.storage.tier import BackendTier
 
 L1 = "LocalCPUBackend"
 
@@ -256,6 +257,9 @@ def test_a_chunk_that_is_queued_is_not_queued_again() -> None:
     backend.go_on.set()
     assert store.flush(DEADLINE_S)
     assert sum(verb == "put" for verb, _ in backend.asked) == 3
+    tier = store.backends["t0"]
+    assert isinstance(tier, BackendTier)
+    assert tier.lane._queued_bytes == 0, "what is counted is what waits"
 
 
 def test_what_waits_for_a_put_is_leased_until_it_is_done() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -16,7 +17,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from lmcache_rs import LMCacheEngine, LMCacheEngineConfig, LMCacheMetadata
+from lmcache_rs import CacheEngineKey, LMCacheEngine, LMCacheEngineConfig, LMCacheMetadata
 
 LAYERS, BLOCKS, BLOCK, HEADS, HEAD, CHUNK = 2, 32, 4, 1, 4, 8
 PAGE_BYTES = 4096
@@ -149,12 +150,59 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule()
     def clear(self) -> None:
-        assert self.engine.local_cpu is not None
-        self.engine.local_cpu.clear()
+        removed = self.engine.clear()
+        assert removed == len(self.stored) if self.exact else removed <= len(self.stored)
         self.stored.clear()
         self.promised.clear()
         for lookup_id in ("r0", "r1", "r2"):
             self.engine.release(lookup_id)
+
+    def prefix_of(self, tenant: str) -> str | None:
+        """The namespace of one tenant. That of no tenant is the beginning of every other's."""
+        registered = self.engine._registration
+        return registered and registered.namespaces.text(self.configs(tenant))
+
+    def forget(self, goes: Callable[[str], bool], removed: int) -> None:
+        gone = {chunk for chunk in self.stored if goes(chunk[0])}
+        assert removed == len(gone) if self.exact else removed <= len(gone)
+        self.stored -= gone
+
+    @rule(tenant=tenants)
+    def clear_one(self, tenant: str) -> None:
+        if prefix := self.prefix_of(tenant):
+            removed = self.engine.clear(prefix)
+            self.forget(lambda of: not tenant or of == tenant, removed)
+
+    @rule(tenant=tenants)
+    def retain_one(self, tenant: str) -> None:
+        if prefix := self.prefix_of(tenant):
+            removed = self.engine.storage_manager.retain(prefix)
+            self.forget(lambda of: tenant != "" and of != tenant, removed)
+
+    @rule(tenant=tenants, tokens=prompts)
+    def get_objects(self, tenant: str, tokens: list[int]) -> None:
+        """What the store hands out is what the engine stored, held or not."""
+        prefix = self.prefix_of(tenant)
+        if prefix is None:
+            return
+        keys = [
+            CacheEngineKey.from_string(f"{prefix}@hash={chunk_hash.hex()}")
+            for _, _, chunk_hash in self.engine.token_database.process_tokens(
+                tokens[: len(tokens) // CHUNK * CHUNK], make_key=False
+            )
+        ]
+        objects = self.engine.storage_manager.batched_get(keys)
+        held = [memory_obj for memory_obj in objects if memory_obj is not None]
+        expected = self.stored_prefix(tenant, tokens) // CHUNK
+        assert len(held) == expected if self.exact else len(held) <= expected
+        for layer, views in enumerate(self.engine.storage_manager.layerwise_batched_get(keys)):
+            kv = true_kv(tenant, tokens, layer)
+            for at, view in enumerate(views):
+                if view is not None:
+                    rows = kv[:, at * CHUNK : (at + 1) * CHUNK].flatten(2).transpose(0, 1)
+                    assert torch.equal(view.tensor, rows)
+        for memory_obj in held:
+            memory_obj.ref_count_up()
 
     @rule(tenant=tenants, tokens=prompts, others=st.lists(prompts, min_size=2, max_size=4))
     def many_at_once(self, tenant: str, tokens: list[int], others: list[list[int]]) -> None:

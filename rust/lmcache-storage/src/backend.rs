@@ -28,6 +28,10 @@ use crate::lookup_server::{LookupAnswer, LookupIndex};
 ///
 /// The caller guarantees that `hashes` is one chain in order, or a single chunk, and that no engine lock is
 /// held: any verb but [`Backend::submit_put`] may wait for a device.
+///
+/// A tier written in Python has the same contract (`lmcache_rs.storage.StorageBackend`), made easier in two
+/// points: it is called from one thread of its own, and what it gives back or raises is checked, counted and
+/// logged for it.
 pub trait Backend: fmt::Debug + Send + Sync {
     /// The tier's name in settings, logs and metrics, e.g. `local_cpu`.
     fn name(&self) -> &'static str;
