@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import random
+from collections import Counter
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,10 +34,15 @@ NUM_SLOTS, HIDDEN = BLOCKS * BLOCK, HEADS * HEAD
 ROPE = Rope.of_base(1e4, HEAD)
 
 requests = st.integers(0, 3)
+kinds = st.integers(0, 3).map(["buffered", "direct", "staged", "turning"].__getitem__)
 # Tokens of each chunk, and of the gap before it.
 shapes = st.lists(
     st.tuples(st.integers(0, CHUNK - 1), st.integers(1, CHUNK)), min_size=0, max_size=4
 )
+
+
+# Loads that went through all of their steps, by kind.
+finished: Counter[str] = Counter()
 
 
 class Stop(Exception):
@@ -55,6 +61,8 @@ class Request:
     kv: list[torch.Tensor]
     shift: int = 0
     objects: list[MemoryObj] = field(default_factory=list)
+    # Its slots, those that its mapping leaves out too.
+    taken: list[int] = field(default_factory=list)
     # Steps taken.
     done: int = 0
 
@@ -103,11 +111,11 @@ class GeneratorMachine(RuleBasedStateMachine):
         slots = torch.tensor(taken)
         slots[torch.rand(len(slots)) < 0.1] = -1
         kv = [torch.randn(LAYERS, end - start, 2, HIDDEN) for start, end in spans]
-        return Request(iter(()), "", slots, spans, kv)  # type: ignore[arg-type]
+        return Request(iter(()), "", slots, spans, kv, taken=taken)  # type: ignore[arg-type]
 
     @rule(
         number=requests,
-        kind=st.sampled_from(["direct", "staged", "buffered", "turning"]),
+        kind=kinds,
         spans=shapes,
         shift=st.sampled_from([0, 0, 7, -90]),
     )
@@ -156,15 +164,32 @@ class GeneratorMachine(RuleBasedStateMachine):
 
     # --- steps ----------------------------------------------------------------------------------
 
-    @rule(number=requests)
-    def step(self, number: int) -> None:
-        request = self.under_way.get(number)
-        if request is None:
-            return
-        if request.kind == "store":
-            self.step_store(request)
-        else:
-            self.step_load(request)
+    @rule(number=requests, count=st.integers(1, LAYERS))
+    def step(self, number: int, count: int) -> None:
+        for _ in range(count):
+            request = self.under_way.get(number)
+            if request is None:
+                return
+            if request.kind == "store":
+                self.step_store(request)
+            else:
+                self.step_load(request)
+            self.only_named_slots_are_written_and_nothing_is_held()
+
+    @rule(
+        number=requests,
+        kind=kinds,
+        spans=shapes,
+    )
+    def a_whole_load_among_the_others(
+        self, number: int, kind: str, spans: list[tuple[int, int]]
+    ) -> None:
+        if number not in self.under_way:
+            self.begin_a_load(number, kind, spans, 7)
+            # One step more than there are.
+            self.step(number, LAYERS + 3)
+            if number in self.under_way:
+                self.leave(number, "close")
 
     def step_store(self, request: Request) -> None:
         if request.done > LAYERS:
@@ -268,9 +293,12 @@ class GeneratorMachine(RuleBasedStateMachine):
 
     def expect_the_end(self, request: Request) -> None:
         assert next(request.steps, "over") == "over"
+        if request.done == LAYERS + 2 and request.spans:
+            finished[request.kind] += 1
 
     def end(self, number: int) -> None:
         request = self.under_way.pop(number)
+        self.free_slots = request.taken + self.free_slots
         # Raises if one were still exported, or on loan to a copy.
         self.local_cpu.require_puttable(request.objects)
 
@@ -320,3 +348,7 @@ GeneratorMachine.TestCase.settings = settings(
     suppress_health_check=list(HealthCheck),
 )
 TestGenerators = GeneratorMachine.TestCase
+
+
+def test_the_machine_takes_many_loads_to_their_end() -> None:
+    assert min(finished[kind] for kind in ("direct", "staged", "buffered", "turning")) > 20

@@ -515,6 +515,28 @@ def test_the_buffered_connector_wants_order_and_known_positions(storage: Storage
     assert all(map(torch.equal, caches, before))
 
 
+def test_each_layer_turns_from_the_positions_of_its_own_objects(storage: StorageManager) -> None:
+    caches, slots = FORMS["split"][1](), random_slots(8, 14)
+    rope, at_zero = Rope.of_base(1e4, HEAD), torch.arange(8)
+    objects = []
+    for positions in (at_zero, at_zero + 100):
+        shape = (LAYERS, 8, 2, HIDDEN)
+        objects += (
+            storage.batched_allocate(
+                shape, torch.float32, MemoryFormat.KV_T2D, cached_positions=[positions]
+            )
+            or []
+        )
+    fill(objects)
+    layers = [[objects[layer % 2].layer(layer)] for layer in range(LAYERS)]
+    connector = VLLMBufferLayerwiseGPUConnector(rope=rope)
+    drain(connector.batched_to_gpu([0], [8], slot_mapping=slots, kvcaches=caches), layers)
+    for layer, cache in enumerate(caches):
+        (view,) = layers[layer]
+        same = torch.equal(at(cache, "split", slots), view.tensor)
+        assert same == (layer % 2 == 0), "only the second object's keys are elsewhere"
+
+
 def test_sealed_memory_is_read_and_never_filled(storage: StorageManager) -> None:
     caches, slots = FORMS["split"][1](), random_slots(8, 13)
     objects = allocate(storage, 8)

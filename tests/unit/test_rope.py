@@ -266,6 +266,19 @@ def test_keys_of_the_engine_become_those_it_computes_elsewhere(
     assert bool(((after[:, 0].double() - wanted).abs() <= allowed).all())
 
 
+def test_an_engines_own_frequencies_make_its_rope(engine_ropes: dict[str, Any]) -> None:
+    for name, engine in engine_ropes.items():
+        yarn = hasattr(engine, "mscale")
+        rope = Rope(
+            engine._compute_inv_freq(engine.scaling_factor if yarn else engine.base),
+            interleaved=not engine.is_neox_style,
+            attention_scaling=engine.mscale if yarn else 1.0,
+        )
+        rope.require_table(engine.cos_sin_cache)
+        assert rope.interleaved == FAMILIES[name].rope.interleaved
+        assert rope.inv_freq == pytest.approx(FAMILIES[name].rope.inv_freq, rel=1e-6)
+
+
 def test_the_engines_table_tells_right_frequencies_from_wrong_ones(
     engine_ropes: dict[str, Any],
 ) -> None:

@@ -472,6 +472,27 @@ mod tests {
     }
 
     #[test]
+    fn a_shift_by_zero_changes_no_bit() {
+        // Negative zeros beside negative numbers, and signalling not-a-numbers: a turn by zero changes both.
+        let bits = [0x8000u16, 0xBF80, 0x7F81, 0xFC01];
+        let before: Vec<u8> = bits.iter().flat_map(|bits| bits.to_ne_bytes()).collect();
+        for element in [Element::F16, Element::BF16, Element::F32] {
+            let row_elements = 8 / element.size();
+            let rows = Rows {
+                element,
+                row_elements,
+                heads: 1,
+                head_size: row_elements,
+                offset: 0,
+            };
+            let shift = Shift::plan(Pairing::Neighbours, &[1.0], rows, &[7], &[7]).unwrap();
+            let mut after = before.clone();
+            shift.apply(&mut after).unwrap();
+            assert_eq!(after, before);
+        }
+    }
+
+    #[test]
     fn bf16_is_rounded_as_by_the_crate_that_knows_it() {
         let mut bits = 0u32;
         for _ in 0..200_000 {
