@@ -1,0 +1,19 @@
+// Launches of the kernels on a host.
+#ifndef LMC_EMULATE_H
+#define LMC_EMULATE_H
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// Whether a kernel of that name exists.
+int lmc_has_kernel(const char *name);
+
+// Runs a kernel to its end; `params` is as cuLaunchKernel takes it. Not 0 where a device would refuse the launch.
+int lmc_emulate(const char *name, const unsigned grid[3], const unsigned block[3], void **params);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif
