@@ -11,6 +11,7 @@ namespace {
 struct Kernel {
     const char *name;
     void (*run)(void **params);
+    size_t param_bytes;
 };
 
 template <typename Params, void (*KERNEL)(const Params)>
@@ -18,9 +19,10 @@ void with(void **params) {
     KERNEL(*static_cast<const Params *>(params[0]));
 }
 
-#define LMC_COPY_ENTRY(name, vec, gather, table) {#name, with<lmc_paged_copy, name>},
-#define LMC_SHIFT_ENTRY(name, body) {#name, with<lmc_rope_shift, name>},
-const Kernel KERNELS[] = {LMC_PAGED_COPY_KERNELS(LMC_COPY_ENTRY) LMC_ROPE_SHIFT_KERNELS(LMC_SHIFT_ENTRY)};
+#define LMC_COPY_ENTRY(name, vec, gather, table) {#name, with<lmc_paged_copy, name>, sizeof(lmc_paged_copy)},
+#define LMC_SHIFT_ENTRY(name, body) {#name, with<lmc_rope_shift, name>, sizeof(lmc_rope_shift)},
+const Kernel KERNELS[] = {LMC_PAGED_COPY_KERNELS(LMC_COPY_ENTRY)  //
+                          LMC_ROPE_SHIFT_KERNELS(LMC_SHIFT_ENTRY)};
 
 const Kernel *find(const char *name) {
     for (const Kernel &kernel : KERNELS) {
@@ -33,7 +35,10 @@ const Kernel *find(const char *name) {
 
 }  // namespace
 
-extern "C" int lmc_has_kernel(const char *name) { return find(name) != nullptr; }
+extern "C" size_t lmc_param_bytes(const char *name) {
+    const Kernel *kernel = find(name);
+    return kernel ? kernel->param_bytes : 0;
+}
 
 extern "C" int lmc_emulate(const char *name, const unsigned grid[3], const unsigned block[3], void **params) {
     const Kernel *kernel = find(name);

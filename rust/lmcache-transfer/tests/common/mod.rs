@@ -1,0 +1,79 @@
+//! C++ of the tests, compiled as they run: the crate itself links none of it.
+
+#![allow(dead_code, reason = "each test file uses its part")]
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+pub(crate) fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
+}
+
+/// A folder of the build's own for this test.
+pub(crate) fn scratch(name: &str) -> PathBuf {
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
+    fs::create_dir_all(&folder).expect("the build's folder can be written");
+    folder
+}
+
+/// Compiles `sources` into `output`; a test without a compiler proves nothing, so there must be one.
+pub(crate) fn compile(sources: &[PathBuf], output: &Path, flags: &[&str]) -> PathBuf {
+    let done = Command::new("g++")
+        .args([
+            "-std=c++17",
+            "-Wall",
+            "-Wextra",
+            "-Werror",
+            "-Wno-unknown-pragmas",
+        ])
+        // Kernels read a buffer by vectors of any width, as a device does.
+        .args(["-fno-strict-aliasing", "-pthread"])
+        .args(flags)
+        .args(sources)
+        .arg("-o")
+        .arg(output)
+        .output()
+        .expect("g++ is installed: these tests run the kernels on the host");
+    let said = String::from_utf8_lossy(&done.stderr);
+    assert!(done.status.success(), "g++ failed:\n{said}");
+    output.to_owned()
+}
+
+/// Numbers that look random and are the same on every run.
+pub(crate) struct Random(u64);
+
+impl Random {
+    pub(crate) fn new(seed: u64) -> Self {
+        Self(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)
+    }
+
+    pub(crate) fn next(&mut self) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 16
+    }
+
+    pub(crate) fn below(&mut self, bound: usize) -> usize {
+        (self.next() % bound as u64) as usize
+    }
+
+    pub(crate) fn between(&mut self, low: usize, high: usize) -> usize {
+        low + self.below(high - low + 1)
+    }
+
+    pub(crate) fn chance(&mut self, one_in: usize) -> bool {
+        self.below(one_in) == 0
+    }
+
+    pub(crate) fn shuffle<T>(&mut self, items: &mut [T]) {
+        for at in (1..items.len()).rev() {
+            items.swap(at, self.below(at + 1));
+        }
+    }
+
+    pub(crate) fn bytes(&mut self, len: usize) -> Vec<u8> {
+        (0..len).map(|_| self.next() as u8).collect()
+    }
+}
