@@ -16,16 +16,12 @@ use lmcache_transfer::cuda::kernels::{
     CopyKernel, Direction, LaunchShape, Layers, PagedCopy, unit_slots,
 };
 
-/// Cases of each kernel; a longer walk is a matter of a minute: `LMCACHE_RS_KERNEL_CASES=1000000`.
+/// Cases of each kernel; `check` alone runs as many as it is told.
 const CASES: usize = 100_000;
 
-fn cases() -> String {
-    std::env::var("LMCACHE_RS_KERNEL_CASES").unwrap_or_else(|_| CASES.to_string())
-}
-
-fn run_check(binary: &Path, cases: &str) -> Output {
+fn run_check(binary: &Path, cases: usize) -> Output {
     Command::new(binary)
-        .arg(cases)
+        .arg(cases.to_string())
         .output()
         .expect("the check starts")
 }
@@ -44,11 +40,11 @@ fn kernels_equal_the_naive_loop_under_sanitizers() {
         &scratch("kernels").join("check-sanitized"),
         &flags,
     );
-    let done = run_check(&binary, &cases());
+    let done = run_check(&binary, CASES);
     let told = String::from_utf8_lossy(&done.stdout);
     let fault = String::from_utf8_lossy(&done.stderr);
     assert!(done.status.success(), "{told}{fault}");
-    assert_eq!(told, format!("{} cases of each\n", cases()));
+    assert_eq!(told, format!("{CASES} cases of each\n"));
 }
 
 /// Faults that the check must see: what stands in the source, and what is put there instead.
@@ -138,7 +134,7 @@ fn planted_faults_are_seen() {
         let check = folder.join("emulation/check.cpp");
         let quick = ["-O0", "-Wno-unused", "-Wno-unused-parameter"];
         let binary = compile(&[check], &folder.join("check"), &quick);
-        let done = run_check(&binary, "3000");
+        let done = run_check(&binary, 3000);
         assert!(
             !done.status.success(),
             "nobody saw {wrong:?} for {right:?} in {file}"
