@@ -70,7 +70,7 @@ fn build(sources: &Path, out: &Path) -> Result<String, Box<dyn Error>> {
         "#include \"paged_copy.cu\"\n#include \"rope_shift.cu\"\n",
     )?;
     let mut command = Command::new(&nvcc);
-    command.args(["--fatbin", "-std=c++17", "-O3"]);
+    command.args(["--fatbin", "-std=c++17", "-O3", "--threads=2"]);
     for (code, list) in [("sm", &ARCHITECTURES[..]), ("compute", &PTX[..])] {
         for arch in list {
             command.arg(format!("-gencode=arch=compute_{arch},code={code}_{arch}"));
