@@ -3,7 +3,7 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process;
 
-use lmcache_transfer::cuda::kernels::KERNEL_BUILD;
+use lmcache_transfer::cuda::kernels::{KERNEL_BUILD, image_bytes};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
@@ -94,6 +94,7 @@ pub(crate) fn build_info(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
     } else {
         info.set_item("nvcc", KERNEL_BUILD.nvcc)?;
         info.set_item("cuda_architectures", numbers(KERNEL_BUILD.architectures))?;
+        info.set_item("cuda_kernel_bytes", image_bytes())?;
         info.set_item("cuda_ptx", numbers(KERNEL_BUILD.ptx))?;
     }
     Ok(info)

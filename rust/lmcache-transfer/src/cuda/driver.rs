@@ -304,6 +304,20 @@ impl Context {
         })
     }
 
+    /// Waits as a drop must; false in a forked child, and where waiting failed.
+    pub(crate) fn at_last(
+        self: &Arc<Self>,
+        work: impl FnOnce(&Current) -> Result<(), CudaError>,
+    ) -> bool {
+        if self.driver.refuse_fork().is_err() {
+            return false;
+        }
+        let outcome = self.push().and_then(|current| work(&current));
+        let done = outcome.is_ok();
+        self.driver.keep(outcome);
+        done
+    }
+
     /// What a drop does: nothing in a forked child, and its failure is for the next entry.
     fn release(self: &Arc<Self>, work: impl FnOnce(&Symbols) -> (&'static str, Code)) {
         if self.driver.refuse_fork().is_err() {
@@ -355,6 +369,11 @@ impl Drop for Current {
 }
 
 impl Current {
+    /// What is current.
+    pub fn context(&self) -> &Arc<Context> {
+        &self.context
+    }
+
     fn driver(&self) -> &Driver {
         &self.context.driver
     }

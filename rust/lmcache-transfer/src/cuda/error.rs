@@ -95,6 +95,24 @@ pub enum CudaError {
         /// Runs of a token.
         runs: usize,
     },
+    /// A chunk is of another size than its tokens take.
+    #[error(
+        "a chunk of {found} bytes for {num_tokens} tokens, which take another size; allocate that of the cache"
+    )]
+    ChunkSize {
+        /// Tokens it is to hold.
+        num_tokens: usize,
+        /// Its bytes.
+        found: usize,
+    },
+    /// Host memory for tables was refused.
+    #[error("no {bytes} bytes of host memory for a copy's tables: {reason}")]
+    HostMemory {
+        /// Asked for.
+        bytes: usize,
+        /// The system's words.
+        reason: String,
+    },
     /// The layout or placement is impossible.
     #[error(transparent)]
     Plan(#[from] CoreError),

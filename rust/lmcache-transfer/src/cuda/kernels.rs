@@ -2,6 +2,7 @@
 //!
 //! The `#[repr(C)]` structs are the twins of those in `csrc/paged_copy.h`.
 
+use std::hint;
 use std::mem::offset_of;
 
 use lmcache_core::layout::{CopyPlan, PagedLayout, Placement};
@@ -24,7 +25,18 @@ pub struct KernelBuild {
 /// How the kernels of this build came about.
 pub const KERNEL_BUILD: KernelBuild = include!(concat!(env!("OUT_DIR"), "/kernel_build.rs"));
 
-const FATBIN: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/kernels.fatbin"));
+/// A driver reads whole words of it.
+#[repr(C, align(16))]
+struct Aligned<T: ?Sized>(T);
+
+static FATBIN: &Aligned<[u8]> =
+    &Aligned(*include_bytes!(concat!(env!("OUT_DIR"), "/kernels.fatbin")));
+
+/// Bytes of the compiled kernels as they are in this very binary; 0 where there are none.
+pub fn image_bytes() -> usize {
+    // Not foldable into a number: what is counted must be there.
+    hint::black_box(&FATBIN.0).len()
+}
 
 /// The compiled kernels, for any GPU from compute capability 7.5 on.
 pub fn image() -> Result<&'static [u8], CudaError> {
@@ -33,7 +45,7 @@ pub fn image() -> Result<&'static [u8], CudaError> {
             reason: KERNEL_BUILD.absent_because,
         });
     }
-    Ok(FATBIN)
+    Ok(&FATBIN.0)
 }
 
 /// `lmc_paged_copy`: tokens of a request and where they lie; see there.

@@ -8,5 +8,7 @@
 
 pub mod driver;
 pub mod error;
+pub mod executor;
 pub mod kernels;
+pub mod planted;
 mod symbols;
