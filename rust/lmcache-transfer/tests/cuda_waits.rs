@@ -28,13 +28,13 @@ fn forward(current: &Current, layers: &[DeviceMemory], value: u8) {
 /// step's bytes.
 fn stores_are_whole(seed: u64, path: CopyPath) -> bool {
     let fake = Fake::new();
-    let engine = Engine::new(fake, TOKENS);
+    let engine = Engine::new(&fake, TOKENS);
     let slots = slots();
     let len = LAYERS * TOKENS.layer_bytes(CHUNK).expect("small");
     let mut whole = true;
     for step in 0..STEPS {
         let (value, chunk) = (step as u8 + 1, engine.reserve(step, &[len]).remove(0));
-        engine.fake.be_late(200, seed + step as u64);
+        fake.be_late(200, seed + step as u64);
         let current = engine.enter();
         forward(&current, &engine.layers, value);
         let mut job = engine.begin(path, vec![(chunk, at(&slots, 0))]);
@@ -63,13 +63,13 @@ fn stores_are_whole(seed: u64, path: CopyPath) -> bool {
 /// what they should.
 fn loads_are_whole(seed: u64, path: CopyPath) -> bool {
     let fake = Fake::new();
-    let engine = Engine::new(fake, TOKENS);
+    let engine = Engine::new(&fake, TOKENS);
     let slots = slots();
     let len = LAYERS * TOKENS.layer_bytes(CHUNK).expect("small");
     let mut chunks = engine.reserve(0, &[len]);
     chunks[0].bytes_mut().fill(7);
     let objects = engine.publish(chunks);
-    engine.fake.be_late(300, seed);
+    fake.be_late(300, seed);
     let current = engine.enter();
     let of_layer = || {
         current

@@ -6,6 +6,7 @@
 //! nothing: the handles are the parent's.
 
 use std::any::Any;
+use std::error::Error;
 use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
 use std::fmt;
 use std::marker::PhantomData;
@@ -65,7 +66,7 @@ impl Driver {
         // whoever names it says, as with every library.
         let library = unsafe { Library::new(path) }.map_err(|fault| CudaError::NoDriver {
             path: shown.clone(),
-            reason: fault.to_string(),
+            reason: fault.source().unwrap_or(&fault).to_string(),
         })?;
         let library = ManuallyDrop::new(library);
         // SAFETY: CUDA's own declaration of the function of this name, the same since 12.0.

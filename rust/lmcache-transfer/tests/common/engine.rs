@@ -1,4 +1,4 @@
-//! An engine with a paged cache on a fake GPU, and a store in page-locked memory beside it.
+//! An engine with a paged cache on a GPU, most often a fake one, and a store in page-locked memory beside it.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -8,7 +8,10 @@ use lmcache_core::layout::{PagedLayout, Placement};
 use lmcache_memory::local_cpu::LocalCpu;
 use lmcache_memory::object::{ChunkMut, MemoryObj};
 use lmcache_transfer::copy_job::ChunkSpan;
-use lmcache_transfer::cuda::driver::{Context, Current, DeviceMemory, Driver, PageLock, StreamId};
+use lmcache_transfer::cuda::driver::{
+    Context, Current, DeviceMemory, Driver, Kernels, PageLock, StreamId,
+};
+use lmcache_transfer::cuda::error::CudaError;
 use lmcache_transfer::cuda::executor::{CopyPath, DeviceCache, DeviceJob, Executor};
 
 use super::fake::Fake;
@@ -41,11 +44,11 @@ pub(crate) const TOKENS: PagedLayout = PagedLayout::Tokens {
 };
 
 pub(crate) struct Engine {
-    pub(crate) fake: Fake,
     pub(crate) context: Arc<Context>,
     pub(crate) executor: Arc<Executor>,
     pub(crate) layers: Vec<DeviceMemory>,
     pub(crate) cache: Arc<DeviceCache>,
+    pub(crate) layout: PagedLayout,
     pub(crate) store: Arc<LocalCpu>,
     _lock: PageLock,
 }
@@ -55,12 +58,22 @@ pub(crate) fn hashes(count: usize) -> Vec<ChunkHash> {
 }
 
 impl Engine {
-    pub(crate) fn new(fake: Fake, layout: PagedLayout) -> Self {
+    pub(crate) fn new(fake: &Fake, layout: PagedLayout) -> Self {
         let driver = Driver::open_at(&fake.path).expect("opens");
-        let context = Context::primary(&driver, 0).expect("has a GPU");
-        let current = context.enter().expect("enters");
         // SAFETY: the fake takes any image.
-        let kernels = unsafe { current.kernels_of(b"fake") }.expect("loads");
+        Self::on(&driver, layout, |current| unsafe {
+            current.kernels_of(b"fake")
+        })
+    }
+
+    pub(crate) fn on(
+        driver: &Arc<Driver>,
+        layout: PagedLayout,
+        kernels: impl FnOnce(&Current) -> Result<Kernels, CudaError>,
+    ) -> Self {
+        let context = Context::primary(driver, 0).expect("has a GPU");
+        let current = context.enter().expect("enters");
+        let kernels = kernels(&current).expect("loads");
         let executor = Executor::with_kernels(&current, Some(kernels)).expect("streams");
         let layer_bytes = BLOCKS * 128;
         let layers: Vec<_> = (0..LAYERS)
@@ -93,11 +106,11 @@ impl Engine {
         drop(all);
         drop(current);
         Self {
-            fake,
             context,
             executor,
             layers,
             cache,
+            layout,
             store,
             _lock: lock,
         }
@@ -107,23 +120,47 @@ impl Engine {
         self.context.enter().expect("enters")
     }
 
-    /// Waits for all streams, then answers the bytes of a layer.
+    /// The bytes of a layer, behind what the engine's stream has been given.
     pub(crate) fn layer(&self, layer: usize) -> Vec<u8> {
-        let current = self.enter();
-        current.drain(ENGINE).expect("ends");
         let memory = &self.layers[layer];
-        // SAFETY: the fake's device memory is the host's, and nothing writes to it now.
-        unsafe { std::slice::from_raw_parts(memory.address() as *const u8, memory.len()) }.to_vec()
+        let mut staging = self.staging(memory.len());
+        let current = self.enter();
+        // SAFETY: both are page-locked or the device's, and nobody else touches the staging.
+        unsafe {
+            current.copy(
+                staging.bytes_mut().as_mut_ptr() as u64,
+                memory.address(),
+                memory.len(),
+                ENGINE,
+            )
+        }
+        .expect("copies");
+        current.drain(ENGINE).expect("ends");
+        staging.bytes_mut().to_vec()
     }
 
-    /// Writes a layer, when nothing runs.
+    /// Writes a layer and waits until it is written.
     pub(crate) fn set_layer(&self, layer: usize, bytes: &[u8]) {
         let memory = &self.layers[layer];
-        assert_eq!(memory.len(), bytes.len());
+        let mut staging = self.staging(memory.len());
+        staging.bytes_mut().copy_from_slice(bytes);
+        let current = self.enter();
         // SAFETY: as in `layer`.
         unsafe {
-            std::ptr::copy_nonoverlapping(bytes.as_ptr(), memory.address() as *mut u8, bytes.len());
+            current.copy(
+                memory.address(),
+                staging.bytes_mut().as_ptr() as u64,
+                memory.len(),
+                ENGINE,
+            )
         }
+        .expect("copies");
+        current.drain(ENGINE).expect("ends");
+    }
+
+    /// Bytes of the pool, which is page-locked, that are no chunk.
+    fn staging(&self, len: usize) -> ChunkMut {
+        self.store.allocate(&[len]).expect("room").remove(0)
     }
 
     /// Chunks to write; `first` is their place in the chain.

@@ -4,6 +4,7 @@
 
 pub(crate) mod engine;
 pub(crate) mod fake;
+pub(crate) mod round_trip;
 
 use std::fs;
 use std::path::{Path, PathBuf};
