@@ -106,7 +106,7 @@ def source_digest(profile: str) -> str:
 
 
 def nvcc() -> str:
-    """Which nvcc the kernels would be compiled by: the one on the PATH, or the package's release."""
+    """Which nvcc would compile the kernels: the one on the PATH, or the package's release."""
     try:
         return shutil.which("nvcc") or metadata.version("nvidia-cuda-nvcc")
     except metadata.PackageNotFoundError:
