@@ -19,7 +19,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use libloading::Library;
 
 use crate::cuda::error::CudaError;
-use crate::cuda::kernels::{self, CopyKernel, LaunchShape, PagedCopy};
+use crate::cuda::kernels::{self, CopyKernel, LaunchShape, PagedCopy, RopeShift, ShiftKernel};
 use crate::cuda::symbols::{
     Address, Code, CopyAttributes, EventHandle, GetProcAddress, Handle, LEGACY_STREAM, NOT_READY,
     SOURCE_IN_STREAM_ORDER, StreamHandle, Symbols,
@@ -596,15 +596,20 @@ impl Current {
             context: Arc::clone(&self.context),
             module,
             copies: Vec::with_capacity(CopyKernel::all().count()),
+            shifts: Vec::with_capacity(ShiftKernel::all().count()),
+        };
+        let function = |name: String| {
+            let name = CString::new(name).unwrap_or_default();
+            self.driver().ask("cuModuleGetFunction", |answer| {
+                // SAFETY: a live module and a name that ends in NUL.
+                unsafe { (self.symbols().module_function)(answer, module, name.as_ptr()) }
+            })
         };
         for kernel in CopyKernel::all() {
-            let name = CString::new(kernel.name()).unwrap_or_default();
-            kernels
-                .copies
-                .push(self.driver().ask("cuModuleGetFunction", |answer| {
-                    // SAFETY: a live module and a name that ends in NUL.
-                    unsafe { (self.symbols().module_function)(answer, module, name.as_ptr()) }
-                })?);
+            kernels.copies.push(function(kernel.name())?);
+        }
+        for kernel in ShiftKernel::all() {
+            kernels.shifts.push(function(kernel.name())?);
         }
         Ok(kernels)
     }
@@ -622,13 +627,45 @@ impl Current {
         copy: &PagedCopy,
         stream: StreamId,
     ) -> Result<(), CudaError> {
-        let mut parameters = [ptr::from_ref(copy).cast_mut().cast::<c_void>()];
+        let function = kernels.copies[kernel.index()];
+        // SAFETY: it takes one `PagedCopy`; the rest is the caller's promise.
+        unsafe { self.launch_one(function, shape, ptr::from_ref(copy).cast(), stream) }
+    }
+
+    /// Launches a kernel over stored keys.
+    ///
+    /// # Safety
+    /// All that `shift` points to must be device memory, in bounds, and untouched, but for work ordered by events,
+    /// until the launch is done.
+    pub unsafe fn launch_shift(
+        &self,
+        kernels: &Kernels,
+        kernel: ShiftKernel,
+        shape: LaunchShape,
+        shift: &RopeShift,
+        stream: StreamId,
+    ) -> Result<(), CudaError> {
+        let function = kernels.shifts[kernel.index()];
+        // SAFETY: it takes one `RopeShift`; the rest is the caller's promise.
+        unsafe { self.launch_one(function, shape, ptr::from_ref(shift).cast(), stream) }
+    }
+
+    /// # Safety
+    /// `parameter` must be what `function` takes, and all it leads to as the launching functions demand.
+    unsafe fn launch_one(
+        &self,
+        function: Handle,
+        shape: LaunchShape,
+        parameter: *const c_void,
+        stream: StreamId,
+    ) -> Result<(), CudaError> {
+        let mut parameters = [parameter.cast_mut()];
         let ([x, y, z], [along, across, deep]) = (shape.grid, shape.block);
-        // SAFETY: a function of a live module that takes one `PagedCopy`, which the driver copies before it
-        // returns; the rest is the caller's promise.
+        // SAFETY: a function of a live module, whose parameter the driver copies before it returns; the rest is
+        // the caller's promise.
         let code = unsafe {
             (self.symbols().launch)(
-                kernels.copies[kernel.index()],
+                function,
                 x,
                 y,
                 z,
@@ -757,6 +794,7 @@ pub struct Kernels {
     context: Arc<Context>,
     module: Handle,
     copies: Vec<Handle>,
+    shifts: Vec<Handle>,
 }
 
 impl Drop for Kernels {

@@ -203,6 +203,65 @@ impl CopyKernel {
     }
 }
 
+/// A kernel that works on stored keys in a buffer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ShiftKernel {
+    /// Rotates keys of 32-bit floats.
+    RotateF32,
+    /// Rotates keys of 16-bit floats.
+    RotateF16,
+    /// Rotates keys of bfloat16.
+    RotateBf16,
+    /// Zeroes the rows of gaps, one of [`VECTOR_WIDTHS`] bytes at once.
+    ZeroGaps(u64),
+}
+
+impl ShiftKernel {
+    /// Every one there is; [`ShiftKernel::index`] counts along it.
+    pub fn all() -> impl Iterator<Item = Self> {
+        let rotations = [Self::RotateF32, Self::RotateF16, Self::RotateBf16];
+        let zeroings = VECTOR_WIDTHS.into_iter().map(Self::ZeroGaps);
+        rotations.into_iter().chain(zeroings)
+    }
+
+    /// Its place among [`ShiftKernel::all`].
+    pub fn index(&self) -> usize {
+        match self {
+            Self::RotateF32 => 0,
+            Self::RotateF16 => 1,
+            Self::RotateBf16 => 2,
+            Self::ZeroGaps(width) => 7 - width.trailing_zeros() as usize,
+        }
+    }
+
+    /// Its name in the compiled module.
+    pub fn name(&self) -> String {
+        match self {
+            Self::RotateF32 => "rope_shift_f32".into(),
+            Self::RotateF16 => "rope_shift_f16".into(),
+            Self::RotateBf16 => "rope_shift_bf16".into(),
+            Self::ZeroGaps(width) => format!("zero_gaps_{width}"),
+        }
+    }
+}
+
+impl RopeShift {
+    /// What the kernel multiplies distances by, for inverse frequencies in radians a position.
+    pub fn half_turns(inverse_frequencies: &[f64]) -> Vec<f64> {
+        let half_turn = std::f64::consts::PI;
+        inverse_frequencies
+            .iter()
+            .map(|frequency| frequency / half_turn)
+            .collect()
+    }
+
+    /// The widest vector that zeroes a row.
+    pub fn vector_width(&self) -> u64 {
+        let bits = self.rows | self.row_bytes | self.token_stride | VECTOR_WIDTHS[0];
+        1 << bits.trailing_zeros()
+    }
+}
+
 impl PagedCopy {
     /// What can be said before anything has an address: `num_tokens` tokens in chunks of `chunk_tokens`, of which
     /// the first `skip` stay where they are.
@@ -357,6 +416,28 @@ impl LaunchShape {
             block: [along as u32, across as u32, 1],
         })
     }
+
+    /// The shape for `kernel`, or `None` where nothing is to be done: along a row first, then across tokens.
+    pub fn of_shift(shift: &RopeShift, kernel: ShiftKernel) -> Option<Self> {
+        let row = match kernel {
+            ShiftKernel::ZeroGaps(width) => shift.row_bytes / width,
+            _ => u64::from(shift.heads) * u64::from(shift.rotary_dim / 2),
+        };
+        if row == 0 || shift.num_tokens == 0 {
+            return None;
+        }
+        let along = row.next_power_of_two().min(MAX_THREADS);
+        let across = MAX_THREADS / along;
+        let tokens = u64::from(shift.num_tokens).div_ceil(across);
+        Some(Self {
+            grid: [
+                row.div_ceil(along).min(i32::MAX as u64) as u32,
+                tokens.min(MAX_GRID_YZ) as u32,
+                1,
+            ],
+            block: [along as u32, across as u32, 1],
+        })
+    }
 }
 
 #[cfg(test)]
@@ -375,6 +456,9 @@ mod tests {
             assert_eq!(kernel.index(), at, "{}", kernel.name());
         }
         assert_eq!(CopyKernel::all().count(), 20);
+        for (at, kernel) in ShiftKernel::all().enumerate() {
+            assert_eq!(kernel.index(), at, "{}", kernel.name());
+        }
     }
 
     #[test]

@@ -10,5 +10,6 @@ pub mod driver;
 pub mod error;
 pub mod executor;
 pub mod kernels;
+pub mod planner;
 pub mod planted;
 mod symbols;
