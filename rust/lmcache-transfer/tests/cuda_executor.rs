@@ -10,7 +10,9 @@ use common::Random;
 use common::engine::{CHUNK, ENGINE, Engine, LAYERS, OPAQUE, TOKENS, at};
 use common::fake::Fake;
 use common::round_trip::{layer_bytes, round_trip, slots};
+use lmcache_memory::object::ChunkMut;
 use lmcache_transfer::cuda::executor::{CopyPath, DeviceJob};
+use lmcache_transfer::cuda::kernels::Direction;
 
 /// Counts what this thread allocates.
 struct Counting;
@@ -56,11 +58,7 @@ fn an_older_driver_copies_run_by_run() {
     round_trip(&Engine::new(&fake, TOKENS), CopyPath::Engine, 3);
 }
 
-fn stores(
-    engine: &Engine,
-    path: CopyPath,
-    slots: &[i64],
-) -> DeviceJob<lmcache_memory::object::ChunkMut> {
+fn stores(engine: &Engine, path: CopyPath, slots: &[i64]) -> DeviceJob<ChunkMut> {
     let spans: Vec<&[i64]> = slots.chunks(CHUNK).collect();
     let lens: Vec<usize> = spans
         .iter()
@@ -150,6 +148,15 @@ fn a_job_that_ends_early_waits_and_publishes_nothing() {
             (0, 0),
             "{audit:?}"
         );
+        // The same memory, given to others: a copy still under way would write into it.
+        let mut others = engine.reserve(0, &[LAYERS * layer_bytes(&TOKENS, CHUNK); 3]);
+        others
+            .iter_mut()
+            .for_each(|chunk| chunk.bytes_mut().fill(0x55));
+        let stream = engine.executor.stream(Direction::Gather);
+        engine.enter().drain(stream).expect("ends");
+        let untouched = |chunk: &mut ChunkMut| chunk.bytes_mut().iter().all(|&byte| byte == 0x55);
+        assert!(others.iter_mut().all(untouched), "{failing:?}");
         assert!(engine.context.enter().is_ok());
     }
 }

@@ -107,8 +107,7 @@ pub(crate) fn build(name: &str, flags: &[&str]) -> PathBuf {
         root().join("tests/fake_cuda/libcuda.cpp"),
         root().join("csrc/emulation/emulate.cpp"),
     ];
-    // Test binaries of one build may run side by side.
-    let folder = scratch(env!("CARGO_CRATE_NAME"));
+    let folder = scratch("fake_cuda");
     let shared = ["-O1", "-g1", "-fPIC", "-shared", "-fvisibility=hidden"];
     compile(&sources, &folder.join(name), &[&shared, flags].concat())
 }

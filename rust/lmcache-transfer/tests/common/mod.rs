@@ -7,6 +7,7 @@ pub(crate) mod fake;
 pub(crate) mod round_trip;
 
 use std::fs;
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -21,27 +22,60 @@ pub(crate) fn scratch(name: &str) -> PathBuf {
     folder
 }
 
-/// Compiles `sources` into `output`; a test without a compiler proves nothing, so there must be one.
+/// Compiles `sources`, or answers what was compiled of the very same texts before. A test without a compiler proves
+/// nothing, so there must be one.
 pub(crate) fn compile(sources: &[PathBuf], output: &Path, flags: &[&str]) -> PathBuf {
-    let done = Command::new("g++")
-        .args([
-            "-std=c++17",
-            "-Wall",
-            "-Wextra",
-            "-Werror",
-            "-Wno-unknown-pragmas",
-        ])
+    let always = [
+        "-std=c++17",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        "-Wno-unknown-pragmas",
+        "-pthread",
         // Kernels read a buffer by vectors of any width, as a device does.
-        .args(["-fno-strict-aliasing", "-pthread"])
+        "-fno-strict-aliasing",
+    ];
+    let name = output.file_name().expect("a file").to_string_lossy();
+    let built = output.with_file_name(format!("{:016x}-{name}", digest(sources, flags)));
+    if built.exists() {
+        return built;
+    }
+    let unfinished = built.with_extension(std::process::id().to_string());
+    let done = Command::new("g++")
+        .args(always)
         .args(flags)
         .args(sources)
         .arg("-o")
-        .arg(output)
+        .arg(&unfinished)
         .output()
         .expect("g++ is installed: these tests run the kernels on the host");
     let said = String::from_utf8_lossy(&done.stderr);
     assert!(done.status.success(), "g++ failed:\n{said}");
-    output.to_owned()
+    fs::rename(&unfinished, &built).expect("scratch space");
+    built
+}
+
+/// Of the flags and of all C++ beside the sources and one folder up, where their headers are.
+fn digest(sources: &[PathBuf], flags: &[&str]) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    flags.hash(&mut hasher);
+    for source in sources {
+        for folder in source.ancestors().skip(1).take(2) {
+            let mut files: Vec<_> = fs::read_dir(folder)
+                .expect("a folder")
+                .map(|entry| entry.expect("a file").path())
+                .filter(|path| {
+                    path.extension()
+                        .is_some_and(|kind| kind == "cpp" || kind == "cu" || kind == "h")
+                })
+                .collect();
+            files.sort();
+            for file in files {
+                fs::read(file).expect("a source").hash(&mut hasher);
+            }
+        }
+    }
+    hasher.finish()
 }
 
 /// Numbers that look random and are the same on every run.
