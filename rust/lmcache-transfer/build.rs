@@ -4,6 +4,7 @@
 use std::env;
 use std::error::Error;
 use std::fs;
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -28,7 +29,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     }
     let sources = PathBuf::from(variable("CARGO_MANIFEST_DIR")?).join("../../csrc");
     let out = PathBuf::from(variable("OUT_DIR")?);
-    for name in ["paged_copy.h", "paged_copy.cu", "rope_shift.cu"] {
+    for name in SOURCES {
         println!("cargo::rerun-if-changed={}", sources.join(name).display());
     }
     println!("cargo::rerun-if-changed=build.rs");
@@ -60,15 +61,17 @@ fn main() -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// Compiles both files as one module and answers nvcc's version.
+const SOURCES: [&str; 3] = ["paged_copy.h", "paged_copy.cu", "rope_shift.cu"];
+
+/// Compiles all sources as one module and answers nvcc's version.
 fn build(sources: &Path, out: &Path) -> Result<String, Box<dyn Error>> {
     let nvcc = find_nvcc()?;
     let version = version_of(&nvcc)?;
-    let unit = out.join("kernels.cu");
-    fs::write(
-        &unit,
-        "#include \"paged_copy.cu\"\n#include \"rope_shift.cu\"\n",
-    )?;
+    let (unit, fatbin) = (out.join("kernels.cu"), out.join("kernels.fatbin"));
+    let includes = SOURCES[1..]
+        .iter()
+        .map(|name| format!("#include \"{name}\"\n"));
+    let includes: String = includes.collect();
     let mut command = Command::new(&nvcc);
     command.args(["--fatbin", "-std=c++17", "-O3", "--threads=2"]);
     for (code, list) in [("sm", &ARCHITECTURES[..]), ("compute", &PTX[..])] {
@@ -77,12 +80,27 @@ fn build(sources: &Path, out: &Path) -> Result<String, Box<dyn Error>> {
         }
     }
     command.arg("-I").arg(sources).arg(&unit);
-    command.arg("-o").arg(out.join("kernels.fatbin"));
+    command.arg("-o").arg(&fatbin);
+
+    // A PATH that changed is a reason to look again, not to compile again.
+    let mut hasher = DefaultHasher::new();
+    for name in SOURCES {
+        fs::read(sources.join(name))?.hash(&mut hasher);
+    }
+    let made_of = format!("{version} {command:?} {:x}", hasher.finish());
+    let stamp = out.join("kernels.stamp");
+    let same = fs::read_to_string(&stamp).is_ok_and(|text| text == made_of);
+    if same && fs::metadata(&fatbin).is_ok_and(|file| file.len() > 0) {
+        return Ok(version);
+    }
+
+    fs::write(&unit, includes)?;
     let done = command.output()?;
     if !done.status.success() {
         let said = String::from_utf8_lossy(&done.stderr);
         return Err(format!("{} failed: {}", nvcc.display(), said.trim()).into());
     }
+    fs::write(&stamp, made_of)?;
     Ok(version)
 }
 
