@@ -9,10 +9,10 @@ use std::sync::Arc;
 use std::thread;
 
 use common::fake::{Fake, build};
-use lmcache_transfer::cuda::driver::{
-    Context, Current, DeviceMemory, Driver, LIBRARY_SWITCH, StreamId,
-};
+use lmcache_transfer::cuda::current::Current;
+use lmcache_transfer::cuda::driver::{Context, Driver, LIBRARY_SWITCH};
 use lmcache_transfer::cuda::error::CudaError;
+use lmcache_transfer::cuda::handles::{DeviceMemory, StreamId};
 use lmcache_transfer::cuda::kernels::{
     CopyKernel, Direction, KERNEL_BUILD, LaunchShape, Layers, PagedCopy,
 };

@@ -3,7 +3,8 @@
 mod common;
 
 use common::fake::Fake;
-use lmcache_transfer::cuda::driver::{Context, DeviceMemory, Driver};
+use lmcache_transfer::cuda::driver::{Context, Driver};
+use lmcache_transfer::cuda::handles::DeviceMemory;
 use lmcache_transfer::cuda::kernels::{LaunchShape, RopeShift, ShiftKernel};
 
 const TOKENS: usize = 300;

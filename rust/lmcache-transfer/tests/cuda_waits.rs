@@ -4,8 +4,9 @@ mod common;
 
 use common::engine::{BLOCK, CHUNK, ENGINE, Engine, LAYERS, TOKENS, at};
 use common::fake::Fake;
-use lmcache_transfer::cuda::driver::{Current, DeviceMemory};
+use lmcache_transfer::cuda::current::Current;
 use lmcache_transfer::cuda::executor::CopyPath;
+use lmcache_transfer::cuda::handles::DeviceMemory;
 use lmcache_transfer::cuda::planted::{WAITS, leave_out};
 
 const STEPS: usize = 4;

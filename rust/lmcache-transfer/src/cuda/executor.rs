@@ -10,23 +10,19 @@
 use std::any::Any;
 use std::fmt;
 use std::mem;
-use std::ptr;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use lmcache_core::layout::{CopyPlan, PagedLayout, Placement};
 use lmcache_memory::object::{ChunkMut, MemoryObj};
-use lmcache_memory::region::Region;
 
 use crate::copy_job::ChunkSpan;
-use crate::cuda::driver::{
-    Context, Current, DeviceMemory, Event, Kernels, PAGE_LOCK_SLICE_BYTES, PageLock, Stream,
-    StreamId,
-};
+use crate::cuda::current::Current;
+use crate::cuda::driver::Context;
 use crate::cuda::error::CudaError;
+use crate::cuda::handles::{Event, Kernels, Stream, StreamId};
 use crate::cuda::kernels::{CopyKernel, Direction, LaunchShape, Layers, PagedCopy, unit_slots};
 use crate::cuda::planted;
-
-const WORD: usize = size_of::<u64>();
+use crate::cuda::tables::Tables;
 
 /// How bytes are moved.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -96,9 +92,7 @@ impl Executor {
     /// Tables with room for `words`, used before or new.
     fn tables(&self, current: &Current, words: usize) -> Result<Tables, CudaError> {
         let mut idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
-        let fitting = idle
-            .iter()
-            .position(|tables| tables.device.len() >= words * WORD);
+        let fitting = idle.iter().position(|tables| tables.len() >= words);
         if let Some(found) = fitting {
             return Ok(idle.swap_remove(found));
         }
@@ -109,61 +103,6 @@ impl Executor {
     fn give_back(&self, tables: Option<Tables>) {
         let mut idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
         idle.extend(tables);
-    }
-}
-
-/// Numbers for a kernel: written in page-locked memory, copied to the device in stream order.
-#[derive(Debug)]
-struct Tables {
-    device: DeviceMemory,
-    _lock: PageLock,
-    host: Arc<Region>,
-}
-
-impl Tables {
-    fn new(current: &Current, words: usize) -> Result<Self, CudaError> {
-        let bytes = (words * WORD).next_power_of_two().max(1 << 16);
-        let host = Region::new(bytes as u64).map_err(|fault| CudaError::HostMemory {
-            bytes,
-            reason: fault.to_string(),
-        })?;
-        let host = Arc::new(host);
-        let base = host.base().as_ptr();
-        // SAFETY: the region is mapped as long as the lock holds it.
-        let lock = unsafe {
-            current.page_lock(
-                base,
-                host.len(),
-                PAGE_LOCK_SLICE_BYTES,
-                Arc::clone(&host) as _,
-            )
-        }?;
-        Ok(Self {
-            device: current.device_memory(bytes)?,
-            _lock: lock,
-            host,
-        })
-    }
-
-    /// Puts `words` where kernels on `stream` find them.
-    fn fill(&self, current: &Current, words: &[u64], stream: StreamId) -> Result<(), CudaError> {
-        assert!(words.len() * WORD <= self.host.len(), "room was asked for");
-        let base = self.host.base().as_ptr();
-        // SAFETY: inside the region, which is this value's alone: a job takes tables out of the pool, and they
-        // come back when all that was given to its stream is done. The device reads them behind this write.
-        unsafe {
-            ptr::copy_nonoverlapping(words.as_ptr(), base.cast(), words.len());
-            current.copy(
-                self.device.address(),
-                base as u64,
-                words.len() * WORD,
-                stream,
-            )
-        }
-    }
-
-    fn word(&self, index: usize) -> u64 {
-        self.device.address() + (index * WORD) as u64
     }
 }
 

@@ -6,10 +6,13 @@
 //! Proven without a GPU: the kernels' sources run as loops on the host, and the driver layer runs over a library
 //! that imitates the driver in host memory, with streams that are late on purpose.
 
+pub mod current;
 pub mod driver;
 pub mod error;
 pub mod executor;
+pub mod handles;
 pub mod kernels;
 pub mod planner;
 pub mod planted;
 mod symbols;
+mod tables;

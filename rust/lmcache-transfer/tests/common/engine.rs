@@ -8,11 +8,11 @@ use lmcache_core::layout::{PagedLayout, Placement};
 use lmcache_memory::local_cpu::LocalCpu;
 use lmcache_memory::object::{ChunkMut, MemoryObj};
 use lmcache_transfer::copy_job::ChunkSpan;
-use lmcache_transfer::cuda::driver::{
-    Context, Current, DeviceMemory, Driver, Kernels, PageLock, StreamId,
-};
+use lmcache_transfer::cuda::current::Current;
+use lmcache_transfer::cuda::driver::{Context, Driver};
 use lmcache_transfer::cuda::error::CudaError;
 use lmcache_transfer::cuda::executor::{CopyPath, DeviceCache, DeviceJob, Executor};
+use lmcache_transfer::cuda::handles::{DeviceMemory, Kernels, PageLock, StreamId};
 
 use super::fake::Fake;
 
