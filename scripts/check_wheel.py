@@ -111,7 +111,7 @@ def needed(path: Path) -> str:
 
 
 def kernels(path: Path) -> str:
-    """Kernels for every GPU, where an nvcc is to be had; else the build says that there are none."""
+    """Kernels for every GPU where an nvcc is to be had; else the build says that it has none."""
     code = "import json; from lmcache_rs import _native; print(json.dumps(_native.build_info()))"
     with tempfile.TemporaryDirectory() as folder:
         with zipfile.ZipFile(path) as archive:
