@@ -20,13 +20,13 @@ CARGO = PYO3_PYTHON="$(PY)" PYO3_BUILD_EXTENSION_MODULE=1 cargo
 PYTHON_CODE := $(wildcard python tests examples scripts benches)
 PYTEST_FOLDERS := $(wildcard tests/unit tests/conformance tests/stateful)
 
-.PHONY: help setup demo test bench check wheel clean
+.PHONY: help setup demo test bench check wheel gpu clean
 .PHONY: test-rust test-python test-vllm test-wheel check-rust check-python installed
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s%s\n", $$1, $$2 }' Makefile
 
-setup: ## make the environment in .venv/ (vLLM on CPU and the tools; 7 GB, some minutes, once)
+setup: ## make the environment in .venv/ (vLLM on CPU, nvcc and the tools; 7 GB, some minutes, once)
 	@command -v "$(PYTHON)" >/dev/null || \
 		{ echo "setup: $(PYTHON) is missing: install Python 3.11 or newer, or name one with PYTHON=" >&2; exit 1; }
 	@$(PYTHON) scripts/env.py setup
@@ -39,6 +39,8 @@ test: test-rust test-python test-vllm test-wheel ## run all tests, vLLM's end-to
 
 test-rust: setup ## the Rust tests alone
 	$(CARGO) test --workspace --locked
+	@# Each wait between streams left out once: the torn bytes must be seen.
+	$(CARGO) test --locked -p lmcache-transfer --features planted-removals --test cuda_waits
 	@# Every interleaving that matters of the store's own code, and a planted fault that must be seen.
 	RUSTFLAGS="--cfg lmcache_loom" $(CARGO) test --locked -p lmcache-memory --test loom --release \
 		--target-dir "$${CARGO_TARGET_DIR:-target}/loom"
@@ -82,13 +84,15 @@ clean: ## remove what was built, and the environments
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	cargo clean
 
+gpu: setup ## run what needs a GPU; one line where there is none
+	@"$(PY)" tests/gpu/run.py
+
 # Long, and never in CI: every end-to-end test with copies layer by layer, of which `make test` runs
 # a choice (tests/vllm/test_layerwise.py).
-.PHONY: soak
 soak: installed ## the long tests: every end-to-end test once more, layer by layer
 	KV_TEST_LAYERWISE=1 "$(PY)" scripts/e2e.py
 
-# Names that later releases fill.
-.PHONY: compat gpu
-compat gpu:
+# A name that a later release fills.
+.PHONY: compat
+compat:
 	@echo "make $@: not in this release yet" >&2; exit 1

@@ -46,6 +46,7 @@ def main() -> int:
             (f"{profile} wheel fits any Python ≥ 3.11", partial(tag, path)),
             (f"{profile} wheel has its parts", partial(parts, path)),
             (f"{profile} wheel needs only the C library", partial(needed, path)),
+            (f"{profile} wheel has its CUDA kernels", partial(kernels, path)),
         ]
     checks += [
         ("import is quick and light without torch", partial(plain_import, release)),
@@ -107,6 +108,25 @@ def needed(path: Path) -> str:
     foreign = [library for library in libraries if not NEEDED.fullmatch(library)]
     assert not foreign, f"it also needs {', '.join(foreign)}"
     return ", ".join(libraries)
+
+
+def kernels(path: Path) -> str:
+    """Kernels for every GPU where an nvcc is to be had; else the build says that it has none."""
+    code = "import json; from lmcache_rs import _native; print(json.dumps(_native.build_info()))"
+    with tempfile.TemporaryDirectory() as folder:
+        with zipfile.ZipFile(path) as archive:
+            archive.extractall(folder)
+        # Without a driver too: nothing looks for one at import.
+        told = subprocess.run(
+            [sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True, cwd=folder
+        ).stdout
+    info = json.loads(told)
+    if not wheels.nvcc():
+        assert not info["cuda_kernels"], f"kernels without an nvcc: {info}"
+        return f"none: {info['cuda_absent_because']}"
+    assert info["cuda_kernels"], f"none: {info['cuda_absent_because']}"
+    kilobytes = info["cuda_kernel_bytes"] / 1e3
+    return f"nvcc {info['nvcc']}, {kilobytes:.0f} kB for sm {info['cuda_architectures']}"
 
 
 # What a wheel does where it is installed

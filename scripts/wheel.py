@@ -24,6 +24,8 @@ WHEELS = {"release": ROOT / "dist", "checked": TARGET / "wheels"}
 SOURCES = ("Cargo.toml", "Cargo.lock", "pyproject.toml", "README.md", "LICENSE")
 SOURCE_FOLDERS = ("rust", "python", "csrc")
 BY_PRODUCTS = {".so", ".pyc"}
+# What rustc and the kernels' build script read.
+SWITCHES = ("RUSTFLAGS", "CUDA_HOME", "LMCACHE_RS_REQUIRE_CUDA", "LMCACHE_RS_WITHOUT_CUDA")
 
 
 def main() -> int:
@@ -47,7 +49,9 @@ def build(profile: str) -> Path | None:
     shutil.rmtree(folder, ignore_errors=True)
     command = [sys.executable, "-m", "maturin", "build", "--locked", "--profile", profile]
     command += ["--interpreter", sys.executable, "--out", str(folder)]
-    if subprocess.run(command, cwd=ROOT, check=False).returncode:
+    # The kernels' build script looks for nvcc among this interpreter's packages.
+    environ = os.environ | {"PYO3_PYTHON": sys.executable}
+    if subprocess.run(command, cwd=ROOT, env=environ, check=False).returncode:
         return None
     (wheel,) = folder.glob("*.whl")
     facts = {"sources": wanted, "wheel": str(wheel), "sha256": sha256(wheel)}
@@ -88,8 +92,9 @@ def installed_sha256() -> str | None:
 def source_digest(profile: str) -> str:
     """A digest over all that goes into the wheel, the tools that make it included."""
     rustc = subprocess.run(["rustc", "-vV"], capture_output=True, text=True, check=True).stdout
-    flags = os.environ.get("RUSTFLAGS", "")
-    sha = hashlib.sha256(f"{profile}\0{rustc}\0{flags}\0{metadata.version('maturin')}".encode())
+    facts = [profile, rustc, metadata.version("maturin"), nvcc()]
+    facts += [os.environ.get(name, "") for name in SWITCHES]
+    sha = hashlib.sha256("\0".join(facts).encode())
     paths = [ROOT / name for name in SOURCES]
     for folder in SOURCE_FOLDERS:
         paths += sorted(path for path in (ROOT / folder).rglob("*") if path.is_file())
@@ -98,6 +103,14 @@ def source_digest(profile: str) -> str:
             name = str(path.relative_to(ROOT))
             sha.update(f"{name}\0{path.stat().st_size}\0".encode() + path.read_bytes())
     return sha.hexdigest()
+
+
+def nvcc() -> str:
+    """Which nvcc would compile the kernels: the one on the PATH, or the package's release."""
+    try:
+        return shutil.which("nvcc") or metadata.version("nvidia-cuda-nvcc")
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 def sha256(path: Path) -> str:

@@ -3,6 +3,7 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process;
 
+use lmcache_transfer::cuda::kernels::{KERNEL_BUILD, image_bytes};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
@@ -77,7 +78,7 @@ pub(crate) fn caught<T, E: Into<NativeError>>(
     }
 }
 
-/// What this build is.
+/// What this build is; for which GPUs it has kernels, or why it has none.
 #[pyfunction]
 pub(crate) fn build_info(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
     let info = PyDict::new(py);
@@ -87,7 +88,21 @@ pub(crate) fn build_info(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
         "target",
         format!("{}-{}", std::env::consts::ARCH, std::env::consts::OS),
     )?;
+    info.set_item("cuda_kernels", !KERNEL_BUILD.nvcc.is_empty())?;
+    if KERNEL_BUILD.nvcc.is_empty() {
+        info.set_item("cuda_absent_because", KERNEL_BUILD.absent_because)?;
+    } else {
+        info.set_item("nvcc", KERNEL_BUILD.nvcc)?;
+        info.set_item("cuda_architectures", numbers(KERNEL_BUILD.architectures))?;
+        info.set_item("cuda_kernel_bytes", image_bytes())?;
+        info.set_item("cuda_ptx", numbers(KERNEL_BUILD.ptx))?;
+    }
     Ok(info)
+}
+
+fn numbers(of: &[u32]) -> String {
+    let words: Vec<String> = of.iter().map(u32::to_string).collect();
+    words.join(" ")
 }
 
 #[cfg(test)]

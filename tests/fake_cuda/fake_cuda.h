@@ -1,0 +1,35 @@
+// What tests hold the fake driver by.
+#ifndef FAKE_CUDA_H
+#define FAKE_CUDA_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// From now on there is no such function: an older driver. Before it is opened.
+void fake_cuda_hide(const char *symbol);
+// The call after `after` more ones answers `code` and does nothing.
+void fake_cuda_fail(const char *call, int after, int code);
+// The device is broken: whoever waits for work is told so; 0 heals it.
+void fake_cuda_break(int code);
+// Before each piece of work a stream sleeps up to so long.
+void fake_cuda_be_late(unsigned most_us, unsigned long long seed);
+// A held stream begins nothing until it is let go.
+void fake_cuda_hold(uintptr_t stream, int held);
+// No registration may be longer.
+void fake_cuda_limit_registration(size_t len);
+// How often a function was called.
+long fake_cuda_calls(const char *call);
+// Streams, events, modules, allocations, registrations and retained contexts that were not given back.
+long fake_cuda_live(void);
+// Contexts on this thread's stack.
+long fake_cuda_depth(void);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif
