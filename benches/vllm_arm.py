@@ -63,7 +63,7 @@ class Arm:
         head_seed: int = 0,
         head_tokens: int = 0,
     ) -> dict[str, int]:
-        """Nanoseconds of one call to `generate`, by the clock and of the processor, and cached tokens.
+        """Nanoseconds of one call to `generate`, by clock and by processor, and cached tokens.
 
         Each prompt has `tokens` drawn by `seed`, behind `head_tokens` drawn by `head_seed`.
         """
