@@ -63,7 +63,7 @@ class Arm:
         head_seed: int = 0,
         head_tokens: int = 0,
     ) -> dict[str, int]:
-        """Nanoseconds of one call to `generate`, and tokens that were cached.
+        """Nanoseconds of one call to `generate`, by clock and by processor, and cached tokens.
 
         Each prompt has `tokens` drawn by `seed`, behind `head_tokens` drawn by `head_seed`.
         """
@@ -82,10 +82,11 @@ class Arm:
         )
         if reset:
             assert self.llm.reset_prefix_cache(), "vLLM's own prefix cache is still in use"
-        began = time.perf_counter_ns()
+        began, busy = time.perf_counter_ns(), time.process_time_ns()
         outputs = self.llm.generate(asked, sampling, use_tqdm=False)
-        took = time.perf_counter_ns() - began
-        return {"ns": took, "cached": sum(output.num_cached_tokens or 0 for output in outputs)}
+        took, busy = time.perf_counter_ns() - began, time.process_time_ns() - busy
+        cached = sum(output.num_cached_tokens or 0 for output in outputs)
+        return {"ns": took, "cpu_ns": busy, "cached": cached}
 
     def slow(self, bytes_per_second: int) -> None:
         """Slows down the loads of this process, none of which may have begun yet."""

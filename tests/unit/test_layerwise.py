@@ -192,8 +192,10 @@ def test_a_store_that_ends_early_was_never_there(
     if ending == "close":
         storer.close()
     elif ending == "throw":
-        with pytest.raises(KeyError):
+        # Held to the end of the test, and with it the generator's frame.
+        with pytest.raises(KeyError) as raised:
             storer.throw(KeyError())
+        assert raised.traceback
     del storer
     assert engine.lookup(TOKENS) == 0
     assert_idle(engine)
@@ -213,8 +215,10 @@ def test_a_retrieve_that_ends_early_gives_its_leases_back(
     if ending == "close":
         retriever.close()
     elif ending == "throw":
-        with pytest.raises(KeyError):
+        # Held to the end of the test, and with it the generator's frame.
+        with pytest.raises(KeyError) as raised:
             retriever.throw(KeyError())
+        assert raised.traceback
     del retriever
     if num_steps == 0:
         engine.release("r")

@@ -140,6 +140,28 @@ def test_a_layer_computed_in_two_pieces_is_saved_with_both(pair: Pair) -> None:
         assert bool((found[2:] == 2.0).all())
 
 
+def test_what_is_loaded_and_saved_in_one_step_is_saved_as_it_was_loaded(pair: Pair) -> None:
+    pair.prefill(first := new_request(2 * CHUNK + 1))
+    stored = [cache[pair.tables[first.request_id]].clone() for cache in pair.caches]
+    pair.finish(first)
+    request, metadata = admit(pair, 3 * CHUNK + 1)
+    table = pair.tables[request.request_id]
+    for cache in pair.caches:
+        cache[table[:4]] = 0
+    pair.worker.start_load_kv(metadata)
+    # What is loaded is gone from the store meanwhile, so the step stores it anew; and nobody waits.
+    pair.pool.clear()
+    for name in reversed(LAYER_NAMES):
+        pair.worker.save_kv_layer(name, metadata)
+    end(pair, metadata)
+    assert pair.prefill(again := new_request(3 * CHUNK + 1)) == 3 * CHUNK
+    for cache, kv in zip(pair.caches, stored, strict=True):
+        assert torch.equal(cache[pair.tables[again.request_id]][:4], kv[:4])
+    for done in (request, again):
+        pair.finish(done)
+    pair.assert_idle()
+
+
 HOOKS: dict[str, Callable[[Pair, LMCacheConnectorMetadata], None]] = {
     "start": lambda pair, metadata: pair.worker.start_load_kv(metadata),
     **{

@@ -3,7 +3,9 @@
 //! An engine asks for a layer right before it needs it ([`Loads::wait`]). A thread of ours writes layers in
 //! order meanwhile, at most [`LOOK_AHEAD`] beyond the one asked for, so that what is read from the store stays
 //! warm until it is used and a load that is called off has not been done in vain. Whoever waits writes layers
-//! himself that nobody has begun: the thread makes loads overlap with computing, and nothing depends on it.
+//! himself that nobody has begun: the thread makes loads overlap with computing, and nothing depends on it. An
+//! engine that has one core has no thread of ours beside it: copies are work, and two threads would only wait for
+//! each other there.
 
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -34,11 +36,14 @@ struct Shared {
 struct Queue {
     waiting: VecDeque<Arc<Flow>>,
     thread: Option<JoinHandle<()>>,
+    /// Whether a thread has a core to itself; asked once.
+    has_room: Option<bool>,
     is_closed: bool,
 }
 
 impl Copier {
-    /// Starts nothing yet. `bytes_per_second` slows its loads down, whoever writes them: for measurements.
+    /// Starts nothing yet. `bytes_per_second` slows its loads down, whoever writes them: for measurements. A
+    /// slow copier waits more than it works, and has its thread on any machine.
     pub fn new(bytes_per_second: Option<u64>) -> Self {
         Self {
             shared: Arc::default(),
@@ -67,7 +72,11 @@ impl Copier {
         if queue.is_closed {
             return;
         }
-        if queue.thread.is_none() {
+        let has_room = *queue.has_room.get_or_insert_with(|| {
+            self.bytes_per_second.is_some()
+                || thread::available_parallelism().is_ok_and(|cores| cores.get() > 1)
+        });
+        if queue.thread.is_none() && has_room {
             let shared = Arc::clone(&self.shared);
             let named = thread::Builder::new().name("lmcache-copier".into());
             // Without the thread, whoever waits does the work.
@@ -309,6 +318,11 @@ mod tests {
 
     const BLOCKS: [u32; 4] = [5, 2, 9, 3];
 
+    /// With its thread on any machine; the limit is too high to be felt.
+    fn copier() -> Copier {
+        Copier::new(Some(1 << 50))
+    }
+
     /// A pool with two chunks, the cache they came from, and another cache with other bytes.
     fn stored() -> (LocalCpu, Engine, Engine) {
         let (source, cpu) = (Engine::new(0), pool());
@@ -347,7 +361,7 @@ mod tests {
     #[test]
     fn the_thread_runs_ahead_and_no_further_than_it_may() {
         let (cpu, source, target) = stored();
-        let copier = Copier::new(None);
+        let copier = copier();
         let loads = Loads::begin(vec![job(&cpu, &target)], Some(&copier));
         assert_eq!(settled(&loads), LOOK_AHEAD + 1);
         for layer in 0..LAYERS {
@@ -371,7 +385,7 @@ mod tests {
             (false, [6, 5, 4, 3, 2, 1, 0]),
         ] {
             let (cpu, source, target) = stored();
-            let copier = Copier::new(None);
+            let copier = copier();
             let loads = Loads::begin(vec![job(&cpu, &target)], is_aided.then_some(&copier));
             for layer in order {
                 loads.wait(layer);
@@ -412,7 +426,7 @@ mod tests {
     #[test]
     fn loads_go_on_when_the_copier_is_closed_under_them() {
         let (cpu, source, target) = stored();
-        let copier = Copier::new(None);
+        let copier = copier();
         let loads = Loads::begin(vec![job(&cpu, &target)], Some(&copier));
         copier.close();
         copier.close();
@@ -426,7 +440,7 @@ mod tests {
     #[test]
     fn several_loads_share_the_thread_and_none_waits_for_another() {
         let (cpu, source, target) = stored();
-        let copier = Copier::new(None);
+        let copier = copier();
         let begin = || Loads::begin(vec![job(&cpu, &target)], Some(&copier));
         let (stuck, later) = (begin(), begin());
         // The thread stays with the first, which nobody asks for its layers.
@@ -439,7 +453,7 @@ mod tests {
 
     #[test]
     fn no_thread_is_started_for_nothing() {
-        let copier = Copier::new(None);
+        let copier = copier();
         assert!(Loads::begin(Vec::new(), Some(&copier)).finish().is_empty());
         assert!(lock(&copier.shared.queue).thread.is_none());
     }
