@@ -288,7 +288,7 @@ impl<C: ChunkMemory> DeviceJob<C> {
             owned.push(chunk);
             spans.push(span);
         }
-        let num_runs = plans.iter().map(|plan| plan.runs.len()).sum();
+        let num_runs = plans.iter().map(|plan| plan.runs().count()).sum();
         let num_bytes = plans.iter().map(CopyPlan::bytes).sum();
         let (short, full) = match spans.split_last() {
             Some((last, full)) => (last.num_tokens, full),
@@ -442,7 +442,7 @@ impl<C: ChunkMemory> Held<C> {
         for ((chunk, span), plan) in self.chunks.iter_mut().zip(spans).zip(plans) {
             let address = chunk.address();
             let layer_bytes = cache.layout.layer_bytes(span.num_tokens)? as u64;
-            for run in &plan.runs {
+            for run in plan.runs() {
                 lens.push(run.len);
                 runs.push(EngineRun {
                     paged: run.paged as u64,
