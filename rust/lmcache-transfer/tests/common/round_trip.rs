@@ -48,7 +48,7 @@ pub(crate) fn round_trip(engine: &Engine, path: CopyPath, seed: u64) {
         let plan = CopyPlan::build(&layout, BLOCKS, span.len(), 0, Placement::Slots(span))
             .expect("inside");
         for (layer, bytes) in contents.iter().enumerate() {
-            for run in &plan.runs {
+            for run in plan.runs() {
                 let from = layer * layer_bytes(&layout, span.len()) + run.chunk;
                 let stored = &object.bytes()[from..from + run.len];
                 assert_eq!(
@@ -75,7 +75,7 @@ pub(crate) fn round_trip(engine: &Engine, path: CopyPath, seed: u64) {
         let plan = CopyPlan::build(&layout, BLOCKS, span.len(), skip, Placement::Slots(span))
             .expect("inside");
         for (layer, bytes) in wanted.iter_mut().enumerate() {
-            for run in &plan.runs {
+            for run in plan.runs() {
                 let range = run.paged..run.paged + run.len;
                 bytes[range.clone()].copy_from_slice(&contents[layer][range]);
             }
