@@ -279,7 +279,7 @@ fn launches_equal_the_hosts_plan() {
             let plan = CopyPlan::build(&layout, blocks, tokens, skip, own).expect("inside");
             for (layer, paged) in wanted_layers.iter_mut().enumerate() {
                 let base = layer * layer_bytes(tokens);
-                for run in &plan.runs {
+                for run in plan.runs() {
                     let stored = base + run.chunk..base + run.chunk + run.len;
                     let paged = &mut paged[lead + run.paged..lead + run.paged + run.len];
                     match direction {
