@@ -44,7 +44,14 @@ class Step:
 
     scheduled: SchedulerOutput
     promises: dict[str, Promise]
+    # Steps that were under way when this one was described.
+    before: list[Step]
     outcome: Outcome | None = None
+
+    def reported_blocks(self) -> set[int]:
+        """Blocks of which vLLM hears, or did not know yet, that they do not hold what they should."""
+        outcomes = [step.outcome for step in (*self.before, self)]
+        return {block for outcome in outcomes if outcome for block in outcome.failed_blocks}
 
 
 class Engine:
@@ -156,7 +163,7 @@ class Engine:
             sum(request.num_preemptions for request in self.scheduler.requests.values()) - preempted
         )
         self.judge.seen["steps"] += 1
-        return Step(scheduled, self.judge.take_promises())
+        return Step(scheduled, self.judge.take_promises(), list(self._in_flight))
 
     def _execute(self, step: Step) -> None:
         if step.promises:
@@ -165,7 +172,7 @@ class Engine:
         metadata = step.scheduled.kv_connector_metadata
         assert isinstance(metadata, LMCacheConnectorMetadata)
         self.judge.check_loads(step.promises, outcome)
-        self.judge.check_reads(outcome)
+        self.judge.check_reads(outcome.passes, step.reported_blocks())
         self.judge.check_saves(metadata, self.runner.sequences, self.pool)
 
     def _update(self, step: Step) -> None:

@@ -165,14 +165,14 @@ class Judge:
         require(failed <= promised_blocks, "only promised blocks are reported", failed)
         self.seen["failed loads"] += bool(failed)
 
-    def check_reads(self, outcome: Outcome) -> None:
+    def check_reads(self, passes: list[Pass], reported_blocks: set[int]) -> None:
         """Whatever a request computed on was its own prefix, or vLLM is told to compute it again."""
-        for run in outcome.passes:
+        for run in passes:
             if run.first_wrong is None:
                 continue
             block_at = run.first_wrong // BLOCK
             computed = run.table[: -(-run.start // BLOCK)]
-            reported = any(block in outcome.failed_blocks for block in computed[: block_at + 1])
+            reported = not reported_blocks.isdisjoint(computed[: block_at + 1])
             require(
                 reported,
                 "a request reads its own prefix",
