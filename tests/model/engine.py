@@ -61,6 +61,7 @@ class Engine:
         settings: What kind of engine.
         before_loads: Called before the worker half hears of a step that promises loads.
         after_pass: Called between the execution of a step and the scheduler's update.
+        declines: Whether vLLM takes up nothing of an answer, as when another connector's is better.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Engine:
         settings: Settings,
         before_loads: Callable[[Step], None] = nothing,
         after_pass: Callable[[], None] = nothing,
+        declines: Callable[[], bool] = lambda: False,
     ) -> None:
         self.settings = settings
         config, cache_config = vllm_config(settings), kv_cache_config(settings)
@@ -91,12 +93,22 @@ class Engine:
         assert isinstance(connector, LMCacheConnectorV1Dynamic)
         self.connector = connector
         self.judge = Judge(connector, self.memory, settings.kv_role != "kv_producer")
+        self._let_decline(declines)
         self._before_loads = before_loads
         self._after_pass = after_pass
         self._in_flight: collections.deque[Step] = collections.deque()
         # vLLM's first step, in which the halves find each other.
         self._execute(step := self._schedule())
         self._update(step)
+
+    def _let_decline(self, declines: Callable[[], bool]) -> None:
+        look_up = self.connector.get_num_new_matched_tokens
+
+        def taken_up(request: Request, local: int) -> tuple[int | None, bool]:
+            num_new, is_async = look_up(request, local)
+            return (0, False) if num_new and declines() else (num_new, is_async)
+
+        self.connector.get_num_new_matched_tokens = taken_up  # type: ignore[method-assign]
 
     @property
     def pool(self) -> _native.LocalCpu:
@@ -172,6 +184,8 @@ class Engine:
         metadata = step.scheduled.kv_connector_metadata
         assert isinstance(metadata, LMCacheConnectorMetadata)
         self.judge.check_loads(step.promises, outcome)
+        failed = outcome.failed_blocks
+        self.judge.check_index(metadata, step.promises, failed, self.pool)
         self.judge.check_reads(outcome.passes, step.reported_blocks())
         self.judge.check_saves(metadata, self.runner.sequences, self.pool)
 

@@ -165,6 +165,27 @@ class Judge:
         require(failed <= promised_blocks, "only promised blocks are reported", failed)
         self.seen["failed loads"] += bool(failed)
 
+    def check_index(
+        self,
+        metadata: LMCacheConnectorMetadata,
+        promises: dict[str, Promise],
+        failed_blocks: set[int],
+        pool: _native.LocalCpu,
+    ) -> None:
+        """A chunk that failed has left the index, or it would be promised again and again."""
+        for req in metadata.requests:
+            promise = promises.get(req.req_id)
+            if req.load_spec is None or promise is None:
+                continue
+            blocks = promise.table[promise.start // BLOCK : -(-promise.end // BLOCK)]
+            at = next((at for at, block in enumerate(blocks) if block in failed_blocks), None)
+            if at is None:
+                continue
+            chunk = (promise.start + at * BLOCK) // CHUNK
+            failed_hash = req.hashes[chunk * HASH_BYTES : (chunk + 1) * HASH_BYTES]
+            gone = not pool.get(req.namespace, failed_hash)
+            require(gone, "a failed chunk leaves the index before it is reported", req.req_id)
+
     def check_reads(self, passes: list[Pass], reported_blocks: set[int]) -> None:
         """Whatever a request computed on was its own prefix, or vLLM is told to compute it again."""
         for run in passes:

@@ -81,6 +81,7 @@ class Schedule:
             # it delivers, and goes on with.
             self._failures = 0.0
         self._aborts_after_failure = draw.choice((0.0, 0.5))
+        self._declined = draw.choice((0.0, 0.0, 0.0, 0.3))
         self._ahead = draw.choice((0.0, 0.5, 1.0))
         self._drains = draw.random() < 0.5
         self._texts = [self._tokens(MAX_MODEL_LEN) for _ in range(draw.choice((1, 1, 2)))]
@@ -91,7 +92,7 @@ class Schedule:
 
     def run(self) -> Engine:
         """Runs it and checks it; the engine, closed, for what it has seen."""
-        engine = Engine(self.settings, self._fail_loads, self._abort_some)
+        engine = Engine(self.settings, self._fail_loads, self._abort_some, self._declines)
         self._engine = engine
         self._delay_lookups()
         try:
@@ -170,6 +171,9 @@ class Schedule:
         for req_id in list(engine.scheduler.requests):
             if draw.random() < share:
                 engine.abort(req_id)
+
+    def _declines(self) -> bool:
+        return self._draw.random() < self._declined
 
     def _delay_lookups(self) -> None:
         half = self._engine.connector._manager.scheduler

@@ -15,11 +15,14 @@ from vllm.config import KVTransferConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
+from lmcache_rs.vllm_v1.worker import LMCacheWorkerHalf
 from world import BLOCK, CHUNK, CHUNK_BYTES, LAYER_NAMES
 
 MODEL = Path(__file__).parents[1] / "vllm" / "models" / "tiny-llama"
 """Only its config is read: no weights, no forward pass."""
 MAX_MODEL_LEN = 48
+GOES_LAYER_BY_LAYER = hasattr(LMCacheWorkerHalf, "save_kv_layer")
+"""Whether this version of the connector can."""
 _engine_ids = itertools.count()
 
 
@@ -40,6 +43,7 @@ class Settings:
         save_decode: Whether the KV of generated tokens is stored.
         min_retrieve: The shortest hit that is loaded, in tokens.
         lookup_delay: How often the first asks for a request go unanswered, 0 to 1.
+        layerwise: Whether loads and saves go layer by layer, beside the forward pass.
     """
 
     is_async: bool = False
@@ -54,6 +58,7 @@ class Settings:
     save_decode: bool = True
     min_retrieve: int = 0
     lookup_delay: float = 0.0
+    layerwise: bool = False
 
     @classmethod
     def drawn(cls, draw: random.Random) -> Self:
@@ -71,6 +76,7 @@ class Settings:
             save_decode=draw.random() < 0.7,
             min_retrieve=draw.choice((0, 0, 0, 0, 0, CHUNK + 1)),
             lookup_delay=draw.choice((0.0, 0.0, 0.5)),
+            layerwise=draw.random() < 0.4 and GOES_LAYER_BY_LAYER,
         )
 
     def but(self, **changes: object) -> Settings:
@@ -109,6 +115,7 @@ def _transfer(settings: Settings) -> KVTransferConfig:
             # Leases end by what happens, not by how fast this machine is.
             "lmcache.lease_timeout_ms": 3_600_000,
             "lmcache.log_requests": False,
+            **({"lmcache.use_layerwise": True} if settings.layerwise else {}),
         },
     )
 
