@@ -73,14 +73,15 @@ def test_what_was_computed_on_failed_blocks_is_forgotten_with_a_step_under_way(
 ) -> None:
     """The next step is described before the failure is heard of, and it loads nothing.
 
-    vLLM's own prefix cache has the block computed behind the failed ones. Nobody reaches it until
-    the failed ones are computed anew by somebody else.
+    A second request shared the failed blocks: what it computed behind them vLLM leaves in its own
+    prefix cache. Nobody gets there until the failed ones are computed anew by somebody else.
     """
     settings = Settings(is_async=True, recompute=False, kv_role="kv_both")
     engine = Engine(settings, before_loads=lambda _: lose_all(engine))
     engines.append(engine)
     cooled(engine, TEXT[: CHUNK + 1])
-    engine.add(request("loads", TEXT[: 2 * CHUNK + 1], 8), "")
+    engine.add(request("loads", TEXT[: CHUNK + 1], 8), "")
+    engine.add(request("shares", TEXT[: 2 * CHUNK + 1], 8), "")
     while engine.scheduler.has_requests():
         engine.step()
     assert engine.judge.seen["failed loads"] == 1
