@@ -19,6 +19,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
@@ -28,7 +29,7 @@ from lmcache_rs.vllm_v1.connector import LMCacheConnectorV1Dynamic
 from lmcache_rs.vllm_v1.metadata import LMCacheConnectorMetadata
 from runner import Outcome, Runner
 from settings import Settings, kv_cache_config, vllm_config
-from world import BLOCK, PagedMemory
+from world import BLOCK, VOCAB, PagedMemory
 
 init_none_hash(sha256)
 block_hasher = get_request_block_hasher(BLOCK, sha256)
@@ -133,9 +134,11 @@ class Engine:
     def reset(self, *, preempt: bool) -> None:
         """The operator empties vLLM's own prefix cache; with `preempt`, whoever runs loses its KV.
 
-        vLLM does not take that while a step is under way whose blocks it must not free.
+        vLLM does not take that while a step is under way whose blocks it must not free, or a
+        streamed prompt waits for its next piece.
         """
-        preempt = preempt and not self._in_flight
+        streamed = any(request.resumable for request in self.scheduler.requests.values())
+        preempt = preempt and not self._in_flight and not streamed
         self.scheduler.reset_prefix_cache(reset_running_requests=preempt)
 
     # --- the loop -------------------------------------------------------------------------------
@@ -148,6 +151,7 @@ class Engine:
             self._execute(step := self._schedule())
             self._after_pass()
             self._update(step)
+            self._draft(step)
         self._check_books()
 
     def _turn_async(self, *, ahead: bool) -> None:
@@ -193,6 +197,13 @@ class Engine:
         assert step.outcome is not None
         outputs = self.scheduler.update_from_output(step.scheduled, step.outcome.output)
         self.judge.check_output(outputs)
+
+    def _draft(self, step: Step) -> None:
+        """What comes next, says a guesser that is right now and then."""
+        if self.settings.num_drafts:
+            req_ids = list(step.scheduled.num_scheduled_tokens)
+            guesses = [[(len(req_id) + at) % VOCAB for at in range(self.settings.num_drafts)] for req_id in req_ids]
+            self.scheduler.update_draft_token_ids(DraftTokenIds(req_ids, guesses))
 
     def _check_books(self) -> None:
         undelivered = sum(

@@ -29,13 +29,17 @@ class Sequence:
 
 @dataclass
 class Pass:
-    """What one request does in a step: the tokens from `start` to `end` are computed."""
+    """What one request does in a step: the tokens from `start` to `end` are computed.
+
+    The last of them may be drafts, which are tokens of the request only if the model agrees.
+    """
 
     req_id: str
     start: int
     end: int
     sequence: Sequence
     table: list[int]
+    drafts: list[int]
     # The first position whose KV was not that of the prefix, once one was found.
     first_wrong: int | None = None
 
@@ -142,6 +146,7 @@ class Runner:
                 starts[req_id] + num_tokens,
                 self.sequences[req_id],
                 list(self.sequences[req_id].table),
+                list(scheduled.scheduled_spec_decode_tokens.get(req_id, ())),
             )
             for req_id, num_tokens in scheduled.num_scheduled_tokens.items()
         ]
@@ -149,6 +154,8 @@ class Runner:
     def _forward(self, passes: list[Pass], has_loads: bool) -> list[set[int]]:
         """The layers; for each of them, the slots that loads wrote."""
         memory, written = self.memory, []
+        for run in passes:
+            run.sequence.prefix.tokens += run.drafts
         kv = [run.sequence.prefix.kv(0, run.end) for run in passes]
         slots = [memory.slots(run.table, 0, run.end) for run in passes]
         for layer, name in enumerate(LAYER_NAMES):
@@ -171,19 +178,27 @@ class Runner:
         return set(np.flatnonzero(self.memory.written(layer)).tolist())
 
     def _sampled(self, passes: list[Pass]) -> ModelRunnerOutput:
-        """The next token of each request whose tokens are all computed."""
+        """The next tokens of each request whose tokens are all computed: agreed drafts and one."""
         sampled: list[list[int]] = []
         for run in passes:
             prefix = run.sequence.prefix
-            if run.end < len(prefix.tokens):
+            known = len(prefix.tokens) - len(run.drafts)
+            if run.end < known:
                 sampled.append([])
                 continue
-            token = prefix.next_token(run.end) if run.first_wrong is None else GARBAGE_TOKEN
-            prefix.tokens.append(token)
-            sampled.append([token])
+            said = [self._said(run, known)]
+            while len(said) <= len(run.drafts) and run.drafts[len(said) - 1] == said[-1]:
+                said.append(self._said(run, known + len(said)))
+            prefix.truncate(known)
+            prefix.tokens += said
+            sampled.append(said)
         req_ids = [run.req_id for run in passes]
         return ModelRunnerOutput(
             req_ids=req_ids,
             req_id_to_index={req_id: at for at, req_id in enumerate(req_ids)},
             sampled_token_ids=sampled,
         )
+
+    def _said(self, run: Pass, num_tokens: int) -> int:
+        prefix = run.sequence.prefix
+        return prefix.next_token(num_tokens) if run.first_wrong is None else GARBAGE_TOKEN

@@ -6,6 +6,7 @@ Everything is drawn from the seed, so a seed names a schedule.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 from vllm.lora.request import LoRARequest
@@ -27,6 +28,12 @@ IDENTITIES: tuple[dict[str, Any], ...] = (
 )
 VANISHED = ("one chunk", "all chunks", "one chunk, and one of another size in its place")
 BROKEN = ("unhealthy", "raises")
+BREAKABLE = {"is_healthy", "load_chunks", "layerwise_step"}
+"""What of the worker's engine is replaced while it is broken."""
+
+
+def _named(identity: dict[str, Any]) -> str:
+    return repr(sorted((name, str(value)) for name, value in identity.items()))
 
 
 class LateAnswers(LookupClient):
@@ -55,6 +62,17 @@ class LateAnswers(LookupClient):
         self._client.close()
 
 
+class Refusing:
+    """A step of the native side that takes everything but loads."""
+
+    def __init__(self, native: Any, add_load: Callable[..., Any]) -> None:
+        self._native = native
+        self.add_load = add_load
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._native, name)
+
+
 class Schedule:
     """One run, from an empty engine to an empty engine.
 
@@ -81,6 +99,8 @@ class Schedule:
             # it delivers, and goes on with.
             self._failures = 0.0
         self._aborts_after_failure = draw.choice((0.0, 0.5))
+        # vLLM 0.32 itself goes wrong where a streamed prompt's answer ends among agreed drafts.
+        self._streams = draw.choice((0.0, 0.0, 0.2)) * (not self.settings.num_drafts)
         self._declined = draw.choice((0.0, 0.0, 0.0, 0.3))
         self._ahead = draw.choice((0.0, 0.5, 1.0))
         self._drains = draw.random() < 0.5
@@ -149,12 +169,41 @@ class Schedule:
             block_hasher=block_hasher,
             **identity,
         )
-        return request, repr(sorted((name, str(value)) for name, value in identity.items()))
+        return request, _named(identity)
+
+    def _stream(self) -> None:
+        """Users who send their prompt piece by piece: another piece, or the end."""
+        draw, engine = self._draw, self._engine
+        for name in [name for name in engine.scheduler.requests if name.startswith("s")]:
+            request = engine.scheduler.requests[name]
+            if draw.random() < 0.3:
+                fits = request.num_tokens + 2 * BLOCK + len(request.streaming_queue or ()) * 12
+                is_last = fits > MAX_MODEL_LEN or draw.random() < 0.4
+                piece = self._tokens(draw.randrange(1, BLOCK + 2))
+                engine.scheduler.add_request(self._piece(name, piece, is_last=is_last))
+        if draw.random() < self._streams:
+            self._num_requests += 1
+            tokens = self._texts[0][: draw.randrange(1, CHUNK + BLOCK)]
+            engine.add(self._piece(f"s{self._num_requests}", tokens), _named({}))
+
+    def _piece(self, name: str, tokens: list[int], *, is_last: bool = False) -> Request:
+        params = SamplingParams(max_tokens=self._draw.choice((1, 1, 3)), ignore_eos=True)
+        return Request(
+            name,
+            tokens,
+            params,
+            None,
+            arrival_time=float(self._num_requests),
+            block_hasher=block_hasher,
+            resumable=not is_last,
+        )
 
     # --- what happens between the hooks -----------------------------------------------------------
 
     def _between_steps(self) -> None:
         draw, engine = self._draw, self._engine
+        if self._streams:
+            self._stream()
         while len(engine.scheduler.requests) < 8 and draw.random() < self._arrivals:
             engine.add(*self.new_request())
         self._abort_some()
@@ -211,28 +260,28 @@ class Schedule:
                     engine.judge.foreign[req.namespace, victim] = foreign[0].nbytes
 
     def _break_worker(self, fault: str) -> None:
-        """The worker half's store says that it is not to be trusted, or its hook fails: once."""
-        half = self._engine.worker._manager.worker
+        """The worker half's store says that it is not to be trusted, or one load of it raises."""
+        half, raised = self._engine.worker._manager.worker, self._engine.judge.raised
         assert half is not None
-        engine = half._engine
-        assert engine is not None
-
-        def unhealthy() -> bool:
-            return False
+        store: Any = half._engine
+        if BREAKABLE & vars(store).keys():
+            return
 
         def raises(*_: object, **__: object) -> None:
-            del engine.load_chunks
+            raised["start_load_kv"] += 1
+            self._mend_worker()
             raise RuntimeError("the load fails")
 
-        if {"load_chunks", "is_healthy"} & vars(engine).keys():
-            return
         if fault == "unhealthy":
-            engine.is_healthy = unhealthy
+            store.is_healthy = lambda: False
+        elif self.settings.layerwise:
+            step = store.layerwise_step()
+            store.layerwise_step = lambda: Refusing(step, raises)
         else:
-            engine.load_chunks = raises
-            self._engine.judge.raised["start_load_kv"] += 1
+            store.load_chunks = raises
 
     def _mend_worker(self) -> None:
         half = self._engine.worker._manager.worker
         assert half is not None
-        vars(half._engine).pop("is_healthy", None)
+        for name in BREAKABLE:
+            vars(half._engine).pop(name, None)

@@ -43,6 +43,7 @@ class Settings:
         save_decode: Whether the KV of generated tokens is stored.
         min_retrieve: The shortest hit that is loaded, in tokens.
         lookup_delay: How often the first asks for a request go unanswered, 0 to 1.
+        num_drafts: Tokens that speculative decoding guesses; not with `is_async`.
         layerwise: Whether loads and saves go layer by layer, beside the forward pass.
     """
 
@@ -58,13 +59,15 @@ class Settings:
     save_decode: bool = True
     min_retrieve: int = 0
     lookup_delay: float = 0.0
+    num_drafts: int = 0
     layerwise: bool = False
 
     @classmethod
     def drawn(cls, draw: random.Random) -> Self:
         """Any legal combination, the usual ones more often."""
+        is_async = draw.random() < 0.4
         return cls(
-            is_async=draw.random() < 0.4,
+            is_async=is_async,
             num_blocks=draw.choice((14, 14, 16, 18, 24, 40)),
             pool_chunks=draw.choice((2, 4, 6, 10, 64, 64)),
             budget=draw.choice((5, CHUNK, 19, 64, 64)),
@@ -76,6 +79,7 @@ class Settings:
             save_decode=draw.random() < 0.7,
             min_retrieve=draw.choice((0, 0, 0, 0, 0, CHUNK + 1)),
             lookup_delay=draw.choice((0.0, 0.0, 0.5)),
+            num_drafts=draw.choice((0, 0, 0, 3)) * (not is_async),
             layerwise=draw.random() < 0.4 and GOES_LAYER_BY_LAYER,
         )
 
@@ -85,7 +89,7 @@ class Settings:
 
 
 @functools.cache
-def _base() -> VllmConfig:
+def _base(num_drafts: int) -> VllmConfig:
     # What the engine resolves by itself takes a second: once, for all engines.
     return EngineArgs(
         model=str(MODEL),
@@ -97,6 +101,9 @@ def _base() -> VllmConfig:
         max_num_seqs=8,
         # With a connector vLLM keeps one group of layers.
         kv_transfer_config=_transfer(Settings()),
+        speculative_config=num_drafts
+        and {"method": "ngram", "num_speculative_tokens": num_drafts, "prompt_lookup_max": 2}
+        or None,
     ).create_engine_config()
 
 
@@ -122,7 +129,7 @@ def _transfer(settings: Settings) -> KVTransferConfig:
 
 def vllm_config(settings: Settings) -> VllmConfig:
     """A configuration of its own for each engine."""
-    config = copy.copy(_base())
+    config = copy.copy(_base(settings.num_drafts))
     config.cache_config = copy.copy(config.cache_config)
     config.cache_config.block_size = BLOCK
     config.cache_config.num_gpu_blocks = settings.num_blocks
