@@ -12,6 +12,9 @@ import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from judge import Judge, Promise, require
+from runner import Outcome, Runner
+from settings import Settings, kv_cache_config, vllm_config
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.utils.hashing import sha256
@@ -22,14 +25,11 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
+from world import BLOCK, VOCAB, PagedMemory
 
-from judge import Judge, Promise, require
 from lmcache_rs import _native
 from lmcache_rs.vllm_v1.connector import LMCacheConnectorV1Dynamic
 from lmcache_rs.vllm_v1.metadata import LMCacheConnectorMetadata
-from runner import Outcome, Runner
-from settings import Settings, kv_cache_config, vllm_config
-from world import BLOCK, VOCAB, PagedMemory
 
 init_none_hash(sha256)
 block_hasher = get_request_block_hasher(BLOCK, sha256)
@@ -50,7 +50,7 @@ class Step:
     outcome: Outcome | None = None
 
     def reported_blocks(self) -> set[int]:
-        """Blocks of which vLLM hears, or did not know yet, that they do not hold what they should."""
+        """Blocks reported as failed, by this step or too late for its description."""
         outcomes = [step.outcome for step in (*self.before, self)]
         return {block for outcome in outcomes if outcome for block in outcome.failed_blocks}
 
@@ -202,7 +202,10 @@ class Engine:
         """What comes next, says a guesser that is right now and then."""
         if self.settings.num_drafts:
             req_ids = list(step.scheduled.num_scheduled_tokens)
-            guesses = [[(len(req_id) + at) % VOCAB for at in range(self.settings.num_drafts)] for req_id in req_ids]
+            guesses = [
+                [(len(req_id) + at) % VOCAB for at in range(self.settings.num_drafts)]
+                for req_id in req_ids
+            ]
             self.scheduler.update_draft_token_ids(DraftTokenIds(req_ids, guesses))
 
     def _check_books(self) -> None:

@@ -12,14 +12,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from runner import Outcome, Pass, Sequence
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.request import Request
+from world import BLOCK, CHUNK, GARBAGE_TOKEN, PagedMemory, stored_form
 
 from lmcache_rs import _native
 from lmcache_rs.vllm_v1.metadata import LMCacheConnectorMetadata
-from runner import Outcome, Pass, Sequence
-from world import BLOCK, CHUNK, GARBAGE_TOKEN, PagedMemory, stored_form
 
 HASH_BYTES = 32
 
@@ -50,9 +50,7 @@ class Promise:
 
     def may_be_written(self, memory: PagedMemory) -> set[int]:
         """Where a load may write."""
-        return set(
-            memory.slots(self.table, self.start, self.end + self.last_is_computed).tolist()
-        )
+        return set(memory.slots(self.table, self.start, self.end + self.last_is_computed).tolist())
 
 
 class Judge:
@@ -187,7 +185,7 @@ class Judge:
             require(gone, "a failed chunk leaves the index before it is reported", req.req_id)
 
     def check_reads(self, passes: list[Pass], reported_blocks: set[int]) -> None:
-        """Whatever a request computed on was its own prefix, or vLLM is told to compute it again."""
+        """What a request computed on was its own prefix, or vLLM is told to compute it again."""
         for run in passes:
             if run.first_wrong is None:
                 continue
@@ -256,7 +254,7 @@ class Judge:
         require(faults == self.raised, "no hook fails", dict(faults), dict(self.raised))
 
     def check_leases(self, books: dict[str, int], num_undelivered: int) -> None:
-        """Leases are held for answers that are open, for promises on their way, and for no other."""
+        """Leases are held for open answers and for promises on their way, and for nothing else."""
         expected = len(self._open_answers) + num_undelivered
         require(
             books["leases"] == expected,

@@ -14,7 +14,6 @@ import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
-
 from world import GARBAGE_TOKEN, LAYER_NAMES, PagedMemory, Prefix, garbage
 
 

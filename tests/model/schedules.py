@@ -9,16 +9,16 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+from engine import Engine, Step, block_hasher
+from judge import HASH_BYTES
+from settings import MAX_MODEL_LEN, Settings
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
+from world import BLOCK, CHUNK, CHUNK_BYTES, VOCAB
 
-from engine import Engine, Step, block_hasher
-from judge import HASH_BYTES
 from lmcache_rs.lookup import LookupClient, Stats, Unknown
 from lmcache_rs.vllm_v1.metadata import LMCacheConnectorMetadata, ReqMeta
-from settings import MAX_MODEL_LEN, Settings
-from world import BLOCK, CHUNK, CHUNK_BYTES, VOCAB
 
 IDENTITIES: tuple[dict[str, Any], ...] = (
     {},
@@ -249,9 +249,7 @@ class Schedule:
         """The deadline of the lease has passed, and what it held has gone."""
         engine = self._engine
         engine.pool.release(req.req_id)
-        hashes = [
-            req.hashes[at : at + HASH_BYTES] for at in range(0, len(req.hashes), HASH_BYTES)
-        ]
+        hashes = [req.hashes[at : at + HASH_BYTES] for at in range(0, len(req.hashes), HASH_BYTES)]
         for victim in hashes if fault == "all chunks" else [self._draw.choice(hashes)]:
             engine.pool.remove(req.namespace, victim)
             if fault.endswith("in its place"):

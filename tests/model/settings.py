@@ -14,9 +14,9 @@ import torch
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from world import BLOCK, CHUNK, CHUNK_BYTES, LAYER_NAMES
 
 from lmcache_rs.vllm_v1.worker import LMCacheWorkerHalf
-from world import BLOCK, CHUNK, CHUNK_BYTES, LAYER_NAMES
 
 MODEL = Path(__file__).parents[1] / "vllm" / "models" / "tiny-llama"
 """Only its config is read: no weights, no forward pass."""
@@ -101,8 +101,10 @@ def _base(num_drafts: int) -> VllmConfig:
         max_num_seqs=8,
         # With a connector vLLM keeps one group of layers.
         kv_transfer_config=_transfer(Settings()),
-        speculative_config=num_drafts
-        and {"method": "ngram", "num_speculative_tokens": num_drafts, "prompt_lookup_max": 2}
+        speculative_config=(
+            num_drafts
+            and {"method": "ngram", "num_speculative_tokens": num_drafts, "prompt_lookup_max": 2}
+        )
         or None,
     ).create_engine_config()
 

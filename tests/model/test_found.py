@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from vllm.sampling_params import SamplingParams
-from vllm.v1.request import Request
-
 from engine import Engine, block_hasher
 from settings import Settings
+from vllm.sampling_params import SamplingParams
+from vllm.v1.request import Request
 from world import BLOCK, CHUNK
 
 TEXT = [at % 3 for at in range(4 * CHUNK)]

@@ -11,14 +11,15 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-
 from judge import Violation
+from schedules import Schedule
+from settings import GOES_LAYER_BY_LAYER
+from world import BLOCK, CHUNK
+
 from lmcache_rs import lookup
 from lmcache_rs.vllm_v1 import compat, connector, metadata, worker
 from lmcache_rs.vllm_v1.scheduler import LMCacheSchedulerHalf
 from lmcache_rs.vllm_v1.worker import LMCacheWorkerHalf
-from schedules import Schedule
-from world import BLOCK, CHUNK
 
 MOST_SCHEDULES = 1000
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -213,6 +214,21 @@ def a_step_that_ran_on_failed_blocks_is_saved(plant: pytest.MonkeyPatch) -> None
     plant.setattr(LMCacheWorkerHalf, "wait_for_save", unsuspecting)
 
 
+@fault(
+    "a stored chunk holds the KV of its prefix",
+    "a failed chunk leaves the index before it is reported",
+)
+def a_step_described_before_a_failure_was_heard_of_is_saved(plant: pytest.MonkeyPatch) -> None:
+    save = LMCacheWorkerHalf.wait_for_save
+
+    def forgetful(half: Any, step: Any) -> None:
+        failures, half._failures = half._failures, 0
+        save(half, step)
+        half._failures = failures
+
+    plant.setattr(LMCacheWorkerHalf, "wait_for_save", forgetful)
+
+
 @fault("a stored chunk holds the KV of its prefix", "a load writes promised slots only")
 def block_tables_are_only_ever_appended_to(plant: pytest.MonkeyPatch) -> None:
     current = compat.block_table
@@ -241,18 +257,40 @@ def salts_and_adapters_are_left_out_of_the_key(plant: pytest.MonkeyPatch) -> Non
     plant.setattr(compat.ExtraKeys, "of_chunks", lambda extra, *_: (None, extra.next_mm_item))
 
 
+if GOES_LAYER_BY_LAYER:
+
+    @fault("a stored chunk holds the KV of its prefix")
+    def a_layer_is_saved_before_its_attention(plant: pytest.MonkeyPatch) -> None:
+        shell = connector.LMCacheConnectorV1Dynamic
+        wait, save = shell.wait_for_layer_load, shell.save_kv_layer
+
+        def saves_early(self: Any, layer_name: str) -> None:
+            wait(self, layer_name)
+            save(self, layer_name, None, None)
+
+        plant.setattr(shell, "wait_for_layer_load", saves_early)
+        plant.setattr(shell, "save_kv_layer", lambda *_: None)
+
+
 # --- the search ---------------------------------------------------------------------------------
+
+
+def first_violation() -> tuple[int, Violation] | None:
+    """The first schedule that breaks a rule, and the rule."""
+    for seed in range(MOST_SCHEDULES):
+        try:
+            Schedule(seed).run()
+        except Violation as violation:
+            return seed, violation
+    return None
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_the_search_finds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plant, rules = FAULTS[name]
     plant(monkeypatch)
-    for seed in range(MOST_SCHEDULES):
-        try:
-            Schedule(seed).run()
-        except Violation as found:
-            print(f"schedule {seed}: {found}")
-            assert str(found).startswith(rules), f"schedule {seed}"
-            return
-    pytest.fail(f"{MOST_SCHEDULES} schedules did not see it")
+    found = first_violation()
+    assert found is not None, f"{MOST_SCHEDULES} schedules did not see it"
+    seed, violation = found
+    print(f"schedule {seed}: {violation}")
+    assert str(violation).startswith(rules)

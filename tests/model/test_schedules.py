@@ -10,7 +10,6 @@ import collections
 import os
 
 import pytest
-
 from schedules import Schedule
 
 NUM_SCHEDULES = int(os.environ.get("MODEL_SCHEDULES", "10000"))

@@ -96,7 +96,7 @@ class PagedMemory:
         return blocks[positions // BLOCK] * BLOCK + positions % BLOCK
 
     def watch_writes(self) -> None:
-        """Hides all KV until `written` is asked, so that any write is seen, even of what is there."""
+        """Hides all KV until `written` is asked, so that a write of what is there is seen too."""
         self._before = self.cells.copy()
         self.cells[:] = _POISON
 
