@@ -18,7 +18,7 @@ PY = $(shell $(PYTHON) scripts/env.py path)/bin/python
 # many interpreters come without.
 CARGO = PYO3_PYTHON="$(PY)" PYO3_BUILD_EXTENSION_MODULE=1 cargo
 PYTHON_CODE := $(wildcard python tests examples scripts benches)
-PYTEST_FOLDERS := $(wildcard tests/unit tests/conformance tests/stateful)
+PYTEST_FOLDERS := $(wildcard tests/unit tests/conformance tests/stateful tests/model)
 
 .PHONY: help setup demo test bench check wheel gpu soak clean
 .PHONY: test-rust test-python test-vllm test-wheel check-rust check-python installed

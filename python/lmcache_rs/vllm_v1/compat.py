@@ -272,6 +272,15 @@ def granted_block_ids(blocks: KVCacheBlocks) -> list[int]:
     return list(blocks.get_block_ids()[0])
 
 
+def recompute_from(request: Request, num_tokens: int) -> None:
+    """Lets the engine compute a request's KV anew from there on, as it does after a failed load.
+
+    Not while a step of the request is under way: the engine counts its tokens in when it is done.
+    """
+    if request.num_in_flight_tokens == 0:
+        request.num_computed_tokens = min(request.num_computed_tokens, num_tokens)
+
+
 def bypass_reason(request: Request) -> str | None:
     """Why a request must not use the cache, if it must not."""
     if getattr(request, "resumable", False):

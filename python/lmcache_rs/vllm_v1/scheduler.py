@@ -7,6 +7,8 @@ holds under the request's id.
 
 from __future__ import annotations
 
+import collections
+import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
 NULL_BLOCK = 0
 """vLLM's placeholder in a block table: it holds no KV."""
 LOG_LINES_PER_SECOND = 20
+STEPS_IN_FLIGHT = 2
+"""Steps that vLLM describes at most before it hears of the first one's outcome."""
 
 
 @dataclass
@@ -118,8 +122,9 @@ class LMCacheSchedulerHalf:
         self._lookup_id = ""
         self._failures_seen = 0
         self._evict_blocks: Callable[[set[int]], None] | None = None
-        # Block tables of the last step that loaded anything.
-        self._loading_tables: list[list[int]] = []
+        # Block tables of the last steps by request, each with whether the step loaded anything.
+        self._last_tables: collections.deque[tuple[bool, dict[str, list[int]]]]
+        self._last_tables = collections.deque(maxlen=STEPS_IN_FLIGHT)
         self._log_allowance = float(LOG_LINES_PER_SECOND)
         self._log_time = time.monotonic()
         self._counts = {"hit_tokens": 0, "promised_tokens": 0, "bypassed_requests": 0}
@@ -195,7 +200,6 @@ class LMCacheSchedulerHalf:
         metadata = LMCacheConnectorMetadata(
             self._engine_start, lookup_id=self._lookup_id, failures_seen=self._failures_seen
         )
-        self._loading_tables = []
         step = scheduler_output.num_scheduled_tokens
         for req_id, num_scheduled in step.items():
             tracker = self._trackers.get(req_id)
@@ -217,9 +221,12 @@ class LMCacheSchedulerHalf:
                 continue
             if req is not None:
                 metadata.requests.append(req)
-        if any(req.load_spec is not None for req in metadata.requests):
-            tables = (compat.block_table(scheduler_output, req_id) for req_id in step)
-            self._loading_tables = list(tables)
+        loads = any(req.load_spec is not None for req in metadata.requests)
+        tables: dict[str, list[int]] = {}
+        if loads or any(loaded for loaded, _ in self._last_tables):
+            # What is computed on a load that will have failed must be found again.
+            tables = {req_id: compat.block_table(scheduler_output, req_id) for req_id in step}
+        self._last_tables.append((loads, tables))
         return metadata
 
     def _describe(
@@ -283,7 +290,7 @@ class LMCacheSchedulerHalf:
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Takes in what the workers did."""
         if connector_output.invalid_block_ids:
-            self._evict_failed(connector_output.invalid_block_ids)
+            self._take_back_failed(connector_output.invalid_block_ids)
         outcome = connector_output.kv_connector_worker_meta
         if isinstance(outcome, LMCacheWorkerMetadata):
             self._failures_seen = outcome.failures
@@ -307,21 +314,28 @@ class LMCacheSchedulerHalf:
         """Takes in vLLM's own way to forget cached blocks."""
         self._evict_blocks = evict_blocks
 
-    def _evict_failed(self, invalid_block_ids: set[int]) -> None:
-        """Takes failed blocks, and what was computed on them, out of vLLM's own prefix cache.
+    def _take_back_failed(self, invalid_block_ids: set[int]) -> None:
+        """Makes vLLM forget failed blocks, and what was computed on them.
 
-        vLLM enters a request's blocks there when it grants them, before they are loaded, and leaves
-        them there if it recomputes. If the request ends before that, the next one would find them.
+        It enters a request's blocks in its own prefix cache when it grants them, before they are
+        loaded, and leaves them there if it recomputes: if the request ends before that, the next
+        one would find them. And of the requests that share a failed block it lets one compute the
+        block again; the others would go on with what they had from that one, even if it ends now.
         """
-        if self._evict_blocks is None:
-            return
         failed = set(invalid_block_ids)
-        for table in self._loading_tables:
+        for req_id, table in itertools.chain.from_iterable(
+            tables.items() for _, tables in self._last_tables
+        ):
             first = next((at for at, block in enumerate(table) if block in invalid_block_ids), None)
-            if first is not None:
-                failed.update(table[first:])
+            if first is None:
+                continue
+            failed.update(table[first:])
+            tracker = self._trackers.get(req_id)
+            if tracker is not None:
+                compat.recompute_from(tracker.request, first * self._block_tokens)
         failed.discard(NULL_BLOCK)
-        self._evict_blocks(failed)
+        if self._evict_blocks is not None:
+            self._evict_blocks(failed)
 
     def request_finished(self, request: Request) -> None:
         """Forgets the request, whatever its state; its lease goes back."""

@@ -1,0 +1,241 @@
+"""vLLM's scheduler, the connector's two halves, and a runner without a model, in one loop.
+
+The loop is that of vLLM's engine core: schedule, execute, take in aborts, update; with the
+AsyncScheduler a step is described while the last one is under way. Between any two of these a
+schedule may do what users, timing and failing parts do.
+"""
+
+from __future__ import annotations
+
+import collections
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from judge import Judge, Promise, require
+from runner import Outcome, Runner
+from settings import Settings, kv_cache_config, vllm_config
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import DraftTokenIds
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+from world import BLOCK, VOCAB, PagedMemory
+
+from lmcache_rs import _native
+from lmcache_rs.vllm_v1.connector import LMCacheConnectorV1Dynamic
+from lmcache_rs.vllm_v1.metadata import LMCacheConnectorMetadata
+
+init_none_hash(sha256)
+block_hasher = get_request_block_hasher(BLOCK, sha256)
+
+
+def nothing(*_: object) -> None:
+    """What happens between two hooks unless a schedule has other plans."""
+
+
+@dataclass
+class Step:
+    """A step that was described, until its outcome is taken in."""
+
+    scheduled: SchedulerOutput
+    promises: dict[str, Promise]
+    # Steps that were under way when this one was described.
+    before: list[Step]
+    outcome: Outcome | None = None
+
+    def reported_blocks(self) -> set[int]:
+        """Blocks reported as failed, by this step or too late for its description."""
+        outcomes = [step.outcome for step in (*self.before, self)]
+        return {block for outcome in outcomes if outcome for block in outcome.failed_blocks}
+
+
+class Engine:
+    """See the module's description.
+
+    Args:
+        settings: What kind of engine.
+        before_loads: Called before the worker half hears of a step that promises loads.
+        after_pass: Called between the execution of a step and the scheduler's update.
+        declines: Whether vLLM takes up nothing of an answer, as when another connector's is better.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        before_loads: Callable[[Step], None] = nothing,
+        after_pass: Callable[[], None] = nothing,
+        declines: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.settings = settings
+        config, cache_config = vllm_config(settings), kv_cache_config(settings)
+        self.memory = PagedMemory(settings.num_blocks)
+        self._identities: dict[str, str] = {}
+        worker = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, cache_config)
+        assert isinstance(worker, LMCacheConnectorV1Dynamic)
+        worker.register_kv_caches(self.memory.tensors)
+        self.worker = worker
+        self.runner = Runner(worker, self.memory, self._identities.__getitem__)
+        scheduler_class = AsyncScheduler if settings.is_async else Scheduler
+        self.scheduler: Scheduler = scheduler_class(
+            config,
+            cache_config,
+            StructuredOutputManager(config),
+            block_size=BLOCK,
+            hash_block_size=BLOCK,
+            log_stats=False,
+        )
+        connector = self.scheduler.connector
+        assert isinstance(connector, LMCacheConnectorV1Dynamic)
+        self.connector = connector
+        self.judge = Judge(connector, self.memory, settings.kv_role != "kv_producer")
+        self._let_decline(declines)
+        self._before_loads = before_loads
+        self._after_pass = after_pass
+        self._in_flight: collections.deque[Step] = collections.deque()
+        # vLLM's first step, in which the halves find each other.
+        self._execute(step := self._schedule())
+        self._update(step)
+
+    def _let_decline(self, declines: Callable[[], bool]) -> None:
+        look_up = self.connector.get_num_new_matched_tokens
+
+        def taken_up(request: Request, local: int) -> tuple[int | None, bool]:
+            num_new, is_async = look_up(request, local)
+            return (0, False) if num_new and declines() else (num_new, is_async)
+
+        self.connector.get_num_new_matched_tokens = taken_up  # type: ignore[method-assign]
+
+    @property
+    def pool(self) -> _native.LocalCpu:
+        """The connector's memory."""
+        assert self.worker._manager.worker is not None, "the connector serves"
+        engine = self.worker._manager.worker._engine
+        assert engine is not None
+        assert engine.local_cpu is not None
+        return engine.local_cpu
+
+    # --- what users do --------------------------------------------------------------------------
+
+    def add(self, request: Request, identity: str) -> None:
+        """A request arrives."""
+        self._identities[request.request_id] = identity
+        self.scheduler.add_request(request)
+
+    def abort(self, req_id: str) -> None:
+        """A user goes away."""
+        self.scheduler.finish_requests(req_id, RequestStatus.FINISHED_ABORTED)
+
+    def reset(self, *, preempt: bool) -> None:
+        """The operator empties vLLM's own prefix cache; with `preempt`, whoever runs loses its KV.
+
+        vLLM does not take that while a step is under way whose blocks it must not free, or a
+        streamed prompt waits for its next piece.
+        """
+        streamed = any(request.resumable for request in self.scheduler.requests.values())
+        preempt = preempt and not self._in_flight and not streamed
+        self.scheduler.reset_prefix_cache(reset_running_requests=preempt)
+
+    # --- the loop -------------------------------------------------------------------------------
+
+    def step(self, *, ahead: bool = False) -> None:
+        """One turn of the loop; with `ahead` a step is executed only when its outcome is needed."""
+        if self.settings.is_async:
+            self._turn_async(ahead=ahead)
+        else:
+            self._execute(step := self._schedule())
+            self._after_pass()
+            self._update(step)
+            self._draft(step)
+        self._check_books()
+
+    def _turn_async(self, *, ahead: bool) -> None:
+        in_flight = self._in_flight
+        if self.scheduler.has_requests():
+            in_flight.append(self._schedule())
+            if not ahead:
+                self._execute_all()
+            if len(in_flight) < 2:
+                return
+        if in_flight:
+            self._execute_all(1)
+            self._after_pass()
+            self._update(in_flight.popleft())
+
+    def _execute_all(self, count: int = 2) -> None:
+        for step in list(self._in_flight)[:count]:
+            if step.outcome is None:
+                self._execute(step)
+
+    def _schedule(self) -> Step:
+        preempted = sum(request.num_preemptions for request in self.scheduler.requests.values())
+        scheduled = self.scheduler.schedule()
+        self.judge.seen["preemptions"] += (
+            sum(request.num_preemptions for request in self.scheduler.requests.values()) - preempted
+        )
+        self.judge.seen["steps"] += 1
+        return Step(scheduled, self.judge.take_promises(), list(self._in_flight))
+
+    def _execute(self, step: Step) -> None:
+        if step.promises:
+            self._before_loads(step)
+        step.outcome = outcome = self.runner.execute(step.scheduled)
+        metadata = step.scheduled.kv_connector_metadata
+        assert isinstance(metadata, LMCacheConnectorMetadata)
+        self.judge.check_loads(step.promises, outcome)
+        failed = outcome.failed_blocks
+        self.judge.check_index(metadata, step.promises, failed, self.pool)
+        self.judge.check_reads(outcome.passes, step.reported_blocks())
+        self.judge.check_saves(metadata, self.runner.sequences, self.pool)
+
+    def _update(self, step: Step) -> None:
+        assert step.outcome is not None
+        outputs = self.scheduler.update_from_output(step.scheduled, step.outcome.output)
+        self.judge.check_output(outputs)
+
+    def _draft(self, step: Step) -> None:
+        """What comes next, says a guesser that is right now and then."""
+        if self.settings.num_drafts:
+            req_ids = list(step.scheduled.num_scheduled_tokens)
+            guesses = [
+                [(len(req_id) + at) % VOCAB for at in range(self.settings.num_drafts)]
+                for req_id in req_ids
+            ]
+            self.scheduler.update_draft_token_ids(DraftTokenIds(req_ids, guesses))
+
+    def _check_books(self) -> None:
+        undelivered = sum(
+            req_id in self.scheduler.requests
+            for step in self._in_flight
+            if step.outcome is None
+            for req_id in step.promises
+        )
+        self.judge.check_leases(self.worker.memory_stats(), undelivered)
+        worker, scheduler = self.worker._manager.faults, self.connector._manager.faults
+        self.judge.check_faults(worker.counts + scheduler.counts)
+
+    # --- the end --------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Ends all requests as vLLM does, without a new one, and checks what is left."""
+        for req_id in list(self.scheduler.requests):
+            self.abort(req_id)
+        while self.scheduler.has_requests() or self._in_flight:
+            self.step()
+        half = self.connector._manager.scheduler
+        assert half is not None
+        left = half.counters()["tracked_requests"], len(half._finished)
+        require(left == (0, 0), "no request is remembered", left)
+        require(not self.judge.take_promises(), "no promise is left")
+        self.judge.check_end(self.worker.memory_stats(), self.pool)
+
+    def close(self) -> None:
+        """Gives everything back, whatever happened before."""
+        self.scheduler.shutdown()
+        self.worker.shutdown()
+        gc.collect(0)

@@ -1,0 +1,278 @@
+"""What must hold after every step, and at the end of every schedule.
+
+The judge listens at vLLM's side of the connector's hooks: what was promised, to whom, for which
+blocks. It trusts nothing that the connector says of itself, the books of the pool apart, which are
+walked entry by entry.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from runner import Outcome, Pass, Sequence
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.request import Request
+from world import BLOCK, CHUNK, GARBAGE_TOKEN, PagedMemory, stored_form
+
+from lmcache_rs import _native
+from lmcache_rs.vllm_v1.metadata import LMCacheConnectorMetadata
+
+HASH_BYTES = 32
+
+
+class Violation(AssertionError):
+    """A rule that was broken."""
+
+
+def require(holds: bool, rule: str, *found: object) -> None:
+    """Raises Violation with the rule and what was found unless it holds."""
+    if not holds:
+        raise Violation(": ".join([rule, *map(str, found)]))
+
+
+@dataclass
+class Promise:
+    """Tokens from `start` to `end` of a request that vLLM counts on after the step's loads."""
+
+    start: int
+    end: int
+    # The full hit: the last token is computed, and written into a block that was loaded whole.
+    last_is_computed: bool
+    table: list[int]
+
+    def slots(self, memory: PagedMemory) -> set[int]:
+        """Where they lie."""
+        return set(memory.slots(self.table, self.start, self.end).tolist())
+
+    def may_be_written(self, memory: PagedMemory) -> set[int]:
+        """Where a load may write."""
+        return set(memory.slots(self.table, self.start, self.end + self.last_is_computed).tolist())
+
+
+class Judge:
+    """See the module's description.
+
+    Args:
+        connector: The connector in its SCHEDULER role; the judge listens at its hooks from now on.
+        memory: The engine's KV memory.
+        loads: Whether this engine's role lets it load.
+    """
+
+    def __init__(self, connector: KVConnectorBase_V1, memory: PagedMemory, loads: bool) -> None:
+        self._memory = memory
+        self._loads = loads
+        # Answers above zero that were neither taken up nor called off: each holds a lease.
+        self._open_answers: dict[str, tuple[int, int]] = {}
+        self._promised: dict[str, Promise] = {}
+        self._known_chunks: dict[tuple[str, bytes], bytes] = {}
+        # Chunks that a schedule has put in place of the connector's.
+        self.foreign: dict[tuple[str, bytes], int] = {}
+        # Exceptions that a schedule has raised in the connector, by the place that notes them.
+        self.raised: collections.Counter[str] = collections.Counter()
+        self.seen: collections.Counter[str] = collections.Counter()
+        self._listen(connector, "get_num_new_matched_tokens", self._looked_up)
+        self._listen(connector, "update_state_after_alloc", self._allocated)
+        self._listen(connector, "request_finished", self._finished)
+
+    def _listen(self, connector: Any, hook: str, hear: Callable[..., None]) -> None:
+        real = getattr(connector, hook)
+
+        def heard(*arguments: Any) -> Any:
+            answer = real(*arguments)
+            hear(answer, *arguments)
+            return answer
+
+        setattr(connector, hook, heard)
+
+    # --- the scheduler's hooks ----------------------------------------------------------------
+
+    def _looked_up(self, answer: tuple[int | None, bool], request: Request, local: int) -> None:
+        num_new, is_async = answer
+        self.seen["lookups"] += 1
+        if num_new is None:
+            # What an earlier answer leased stays leased.
+            self.seen["pending answers"] += 1
+            return
+        self._open_answers.pop(request.request_id, None)
+        require(num_new >= 0, "an answer is never negative", num_new)
+        require(not is_async, "loads are synchronous")
+        end = local + num_new
+        require(
+            num_new == 0 or end <= request.num_tokens - 1,
+            "a synchronous promise leaves a token to compute",
+            f"local {local} + {num_new} of {request.num_tokens}",
+        )
+        require(not num_new or self._loads, "a producer loads nothing")
+        if num_new and not request.skip_reading_prefix_cache:
+            self._open_answers[request.request_id] = (local, end)
+
+    def _allocated(
+        self, _: None, request: Request, blocks: KVCacheBlocks, num_external: int
+    ) -> None:
+        answer = self._open_answers.pop(request.request_id, None)
+        if not num_external:
+            return
+        assert answer is not None, "the engine counts on tokens that were promised"
+        start, end = answer
+        assert num_external == end - start
+        self.seen["promises"] += 1
+        self.seen["full hits"] += end == request.num_tokens - 1
+        table = list(blocks.get_block_ids()[0])
+        full = end == request.num_tokens - 1
+        self._promised[request.request_id] = Promise(start, end, full, table)
+
+    def _finished(self, _: object, request: Request, __: object) -> None:
+        self._open_answers.pop(request.request_id, None)
+
+    def take_promises(self) -> dict[str, Promise]:
+        """What the step that was just described is promised."""
+        promised, self._promised = self._promised, {}
+        return promised
+
+    # --- after a step was executed --------------------------------------------------------------
+
+    def check_loads(self, promises: dict[str, Promise], outcome: Outcome) -> None:
+        """Loads wrote what was promised, or it is reported; and nothing else."""
+        memory, failed = self._memory, outcome.failed_blocks
+        allowed: set[int] = set()
+        for promise in promises.values():
+            allowed |= promise.may_be_written(memory)
+        for layer, written in enumerate(outcome.written):
+            stray = written - allowed
+            require(not stray, "a load writes promised slots only", f"layer {layer}", stray)
+        promised_blocks: set[int] = set()
+        for req_id, promise in promises.items():
+            slots = promise.slots(memory)
+            promised_blocks |= {slot // BLOCK for slot in slots}
+            for layer, written in enumerate(outcome.written):
+                missing = {slot // BLOCK for slot in slots - written}
+                require(
+                    missing <= failed,
+                    "what was promised is delivered or reported",
+                    f"request {req_id} layer {layer} blocks {missing - failed}",
+                )
+            delivered = set.intersection(set(slots), *outcome.written)
+            whole = {slot // BLOCK for slot in slots} - {
+                slot // BLOCK for slot in slots - delivered
+            }
+            require(not whole & failed, "blocks that were delivered are not reported", whole)
+        require(failed <= promised_blocks, "only promised blocks are reported", failed)
+        self.seen["failed loads"] += bool(failed)
+
+    def check_index(
+        self,
+        metadata: LMCacheConnectorMetadata,
+        promises: dict[str, Promise],
+        failed_blocks: set[int],
+        pool: _native.LocalCpu,
+    ) -> None:
+        """A chunk that failed has left the index, or it would be promised again and again."""
+        for req in metadata.requests:
+            promise = promises.get(req.req_id)
+            if req.load_spec is None or promise is None:
+                continue
+            blocks = promise.table[promise.start // BLOCK : -(-promise.end // BLOCK)]
+            at = next((at for at, block in enumerate(blocks) if block in failed_blocks), None)
+            if at is None:
+                continue
+            chunk = (promise.start + at * BLOCK) // CHUNK
+            failed_hash = req.hashes[chunk * HASH_BYTES : (chunk + 1) * HASH_BYTES]
+            gone = not pool.get(req.namespace, failed_hash)
+            require(gone, "a failed chunk leaves the index before it is reported", req.req_id)
+
+    def check_reads(self, passes: list[Pass], reported_blocks: set[int]) -> None:
+        """What a request computed on was its own prefix, or vLLM is told to compute it again."""
+        for run in passes:
+            if run.first_wrong is None:
+                continue
+            block_at = run.first_wrong // BLOCK
+            computed = run.table[: -(-run.start // BLOCK)]
+            reported = not reported_blocks.isdisjoint(computed[: block_at + 1])
+            require(
+                reported,
+                "a request reads its own prefix",
+                f"request {run.req_id} computing {run.start} to {run.end}: position "
+                f"{run.first_wrong}, block {run.table[block_at]} holds something else",
+            )
+            self.seen["passes on failed blocks"] += 1
+
+    def check_saves(
+        self,
+        metadata: LMCacheConnectorMetadata,
+        sequences: dict[str, Sequence],
+        pool: _native.LocalCpu,
+    ) -> None:
+        """Chunks that may have been stored in this step hold the KV of their prefix."""
+        for req in metadata.requests:
+            if req.save_spec is None:
+                continue
+            prefix = sequences[req.req_id].prefix
+            num_chunks = req.num_tokens // CHUNK
+            require(
+                num_chunks * CHUNK <= len(prefix.tokens),
+                "only known tokens are saved",
+                req.req_id,
+            )
+            kv = prefix.kv(0, num_chunks * CHUNK)
+            for chunk in range(num_chunks):
+                key = req.namespace, req.hashes[chunk * HASH_BYTES : (chunk + 1) * HASH_BYTES]
+                bytes_of = stored_form(kv[:, chunk * CHUNK : (chunk + 1) * CHUNK])
+                known = self._known_chunks.setdefault(key, bytes_of)
+                require(known == bytes_of, "a key names one prefix", req.req_id, chunk)
+                self._check_chunk(pool, key)
+
+    def _check_chunk(self, pool: _native.LocalCpu, key: tuple[str, bytes]) -> bool:
+        """Whether the chunk is stored."""
+        found = pool.get(*key)
+        for stored in found:
+            if stored.nbytes == self.foreign.get(key):
+                continue
+            require(
+                stored.to_bytes() == self._known_chunks[key],
+                "a stored chunk holds the KV of its prefix",
+                key[1].hex()[:8],
+            )
+        return bool(found)
+
+    def check_output(self, outputs: dict[int, Any]) -> None:
+        """No token that a user gets was made of somebody else's KV."""
+        for of_client in outputs.values():
+            for output in of_client.outputs:
+                require(
+                    GARBAGE_TOKEN not in output.new_token_ids,
+                    "a delivered token was computed on its own prefix",
+                    output.request_id,
+                )
+                self.seen["tokens"] += len(output.new_token_ids)
+
+    def check_faults(self, faults: collections.Counter[str]) -> None:
+        """No exception of ours was swallowed on the way, but those that a schedule has raised."""
+        require(faults == self.raised, "no hook fails", dict(faults), dict(self.raised))
+
+    def check_leases(self, books: dict[str, int], num_undelivered: int) -> None:
+        """Leases are held for open answers and for promises on their way, and for nothing else."""
+        expected = len(self._open_answers) + num_undelivered
+        require(
+            books["leases"] == expected,
+            "leases are live lookups",
+            f"{books['leases']} leases for {expected} open answers",
+        )
+        require(expected > 0 or books["leased_bytes"] == 0, "leased bytes are those", books)
+        require(books["reserved_bytes"] == 0, "no step leaves memory reserved", books)
+
+    # --- at the end -----------------------------------------------------------------------------
+
+    def check_end(self, books: dict[str, int], pool: _native.LocalCpu) -> None:
+        """Everything was given back, and what is stored is right."""
+        held = {name: books[name] for name in ("leases", "leased_bytes", "reserved_bytes")}
+        require(not any(held.values()), "an idle engine holds nothing", held)
+        whole = books["free_bytes"] + books["cached_bytes"]
+        require(whole == books["capacity_bytes"], "every byte is free or cached", books)
+        stored = sum(self._check_chunk(pool, key) for key in self._known_chunks)
+        require(stored == books["chunks"], "what is stored was saved by a request", stored, books)
+        self.seen["chunks stored at the end"] += stored
+        self.seen["evicted chunks"] += books["evicted_chunks"]
