@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from lmcache_rs import _native
 
 if TYPE_CHECKING:
-    from lmcache_rs.config import LMCacheEngineConfig, LMCacheMetadata
+    from lmcache_rs.identity import Identity
 
 HASH_BYTES = 32
 """Bytes of a chain hash; packed hashes stand end to end."""
@@ -166,16 +166,11 @@ def namespace_text(
 class Namespaces:
     """The namespaces of one engine: its own facts once, each request's tags on top."""
 
-    def __init__(
-        self,
-        config: LMCacheEngineConfig,
-        metadata: LMCacheMetadata,
-        extra_facts: Mapping[str, str] = _NO_FACTS,
-    ) -> None:
+    def __init__(self, identity: Identity) -> None:
         apart = {"model_name", "world_size", "worker_id", "kv_dtype"}
-        facts = {name: value for name, value in metadata.facts().items() if name not in apart}
-        self._metadata = metadata
-        self.facts: Mapping[str, str] = MappingProxyType({**facts, **config.facts(), **extra_facts})
+        facts = {name: value for name, value in identity.facts().items() if name not in apart}
+        self._metadata = identity.metadata
+        self.facts: Mapping[str, str] = MappingProxyType(facts)
         self._untagged = self._text(None)
 
     def _text(self, request_configs: Mapping[str, Any] | None) -> str:

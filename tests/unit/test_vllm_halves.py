@@ -309,7 +309,7 @@ def test_a_short_load_reports_its_blocks_drops_the_saves_and_winds_back(pair: Pa
     # Nothing but a fault of ours can take leased bytes away; so the fault is made here.
     pair.pool.release(request.request_id)
     hashes = pair.scheduler._trackers[request.request_id].chain.hashes()
-    namespace = pair.scheduler._namespaces.text()
+    namespace = pair.scheduler._identities.namespace()
     pair.pool.remove(namespace, hashes[32:64])
     table = list(pair.tables[request.request_id])
     stored_before = pair.worker.counters()["stored_chunks"]
@@ -355,7 +355,7 @@ def test_what_the_index_could_not_give_is_not_promised_again(pair: Pair) -> None
     request, external = promised(pair)
     pair.pool.release(request.request_id)
     hashes = pair.scheduler._trackers[request.request_id].chain.hashes()
-    namespace = pair.scheduler._namespaces.text()
+    namespace = pair.scheduler._identities.namespace()
     # An object of another size than the layout needs, under the second chunk's key.
     pair.pool.remove(namespace, hashes[32:64])
     (foreign,) = pair.pool.allocate([CHUNK_BYTES // 2]) or []
