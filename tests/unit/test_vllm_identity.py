@@ -469,10 +469,13 @@ def hashed_by_engine(algorithm: Callable[[Any], bytes], hash_block: int, **chang
     return lambda: new_request(LENGTH, block_hasher=hasher, **changes)
 
 
+ENGINE_CHAIN = LMCacheEngineConfig.from_defaults(chunk_size=CHUNK, chain="engine")
+
+
 def engine_pair(algorithm: str = "sha256_cbor", hash_block: int = BLOCK) -> Pair:
-    pair = Pair(settings={"chain": "engine"})
+    pair = Pair()
     engine = EngineHashes(algorithm, hash_block)
-    pair.scheduler._identities = Identities(pair.scheduler._config, META, engine)
+    pair.scheduler._identities = Identities(ENGINE_CHAIN, META, engine)
     return pair
 
 
@@ -501,11 +504,11 @@ def test_the_engines_keys_are_its_hashes_at_the_ends_of_chunks(
 def test_both_chains_are_one_where_vllm_hashes_as_we_do(none_hash: bytes) -> None:
     hash_fn = get_hash_fn_by_name("sha256_cbor")
     request = hashed_by_engine(hash_fn, CHUNK, cache_salt="s")()
-    config = LMCacheEngineConfig.from_defaults(chunk_size=CHUNK)
     own = _native.Chain(CHUNK, none_hash)
     keys, _ = compat.ExtraKeys(request).of_chunks(0, 4, CHUNK)
     own.extend(request.all_token_ids[:LENGTH], keys)
-    engine = Identities(config, META, EngineHashes("sha256_cbor", CHUNK)).chain(request)[0]
+    hashes = EngineHashes("sha256_cbor", CHUNK)
+    engine, _ = Identities(ENGINE_CHAIN, META, hashes).chain(request)
     engine.extend(request.all_token_ids[:LENGTH])
     assert engine.hashes() == own.hashes()
 
@@ -541,9 +544,9 @@ def test_the_engines_chain_isolates(none_hash: bytes, tmp_path: Path) -> None:
 
 
 def test_generated_tokens_follow_the_engines_chain(none_hash: bytes) -> None:
-    pair = Pair(settings={"chain": "engine", "save_decode_cache": True})
+    pair = Pair(settings={"save_decode_cache": True})
     engine = EngineHashes("sha256_cbor", BLOCK)
-    pair.scheduler._identities = Identities(pair.scheduler._config, META, engine)
+    pair.scheduler._identities = Identities(ENGINE_CHAIN, META, engine)
     hasher = kv_cache_utils.get_request_block_hasher(BLOCK, get_hash_fn_by_name("sha256_cbor"))
     request = new_request(CHUNK + 1, block_hasher=hasher)
     pair.prefill(request)
@@ -564,16 +567,15 @@ def test_shorter_hashes_are_padded_and_all_that_makes_them_is_in_the_key(
     def short(value: Any) -> bytes:
         return hashlib.md5(repr(value).encode()).digest()
 
-    config = LMCacheEngineConfig.from_defaults(chunk_size=CHUNK, chain="engine")
     request = hashed_by_engine(short, BLOCK)()
-    chain, _ = Identities(config, META, EngineHashes("xxhash", BLOCK)).chain(request)
+    chain, _ = Identities(ENGINE_CHAIN, META, EngineHashes("xxhash", BLOCK)).chain(request)
     chain.extend(request.all_token_ids[:LENGTH])
     assert chain.hashes()[:32] == request.block_hashes[1] + bytes(16)
 
     def namespace(algorithm: str = "sha256", hash_block: int = BLOCK) -> str:
-        return Identities(config, META, EngineHashes(algorithm, hash_block)).namespace()
+        return Identities(ENGINE_CHAIN, META, EngineHashes(algorithm, hash_block)).namespace()
 
-    own = Identities(dataclasses.replace(config, chain="own"), META).namespace()
+    own = Identities(LMCacheEngineConfig.from_defaults(chunk_size=CHUNK), META).namespace()
     others = [own, namespace(), namespace("sha256_cbor"), namespace(hash_block=CHUNK)]
     monkeypatch.setattr(kv_cache_utils, "NONE_HASH", bytes(32))
     assert len({*others, namespace()}) == 5
