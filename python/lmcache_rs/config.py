@@ -191,13 +191,6 @@ class LMCacheEngineConfig:
         """
         return alone if self.save_unfull_chunk is None else self.save_unfull_chunk
 
-    def facts(self) -> dict[str, str]:
-        """What of the settings is part of every key, as text, in fixed order."""
-        return {
-            "chunk_size": str(self.chunk_size),
-            "hash_algorithm": self.pre_caching_hash_algorithm,
-        }
-
     def describe(self) -> list[Setting]:
         """Every honoured setting, in the table's order, with its value as text and its source."""
         described = []

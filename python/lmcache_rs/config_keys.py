@@ -79,14 +79,9 @@ def _hash_algorithm(value: str) -> tuple[str, str | None]:
 
 
 def _chain(value: str) -> tuple[str, str | None]:
-    if value == "own":
+    if value in ("own", "engine"):
         return value, None
-    if value == "engine":
-        raise ValueError(
-            "taking the engine's own hashes ('engine') is not available in this version; "
-            "set it to own"
-        )
-    raise ValueError(f"needs own, found {value!r}")
+    raise ValueError(f"needs own or engine, found {value!r}")
 
 
 def _cache_policy(value: str) -> tuple[str, str | None]:
@@ -166,7 +161,8 @@ HONOURED: Mapping[str, Key] = {
             "str",
             "own",
             "",
-            "Whose prefix hashes are keys: `own`. (`engine` is not available in this version.)",
+            "Whose prefix hashes are keys: ours (`own`), the same in every process, or those that "
+            "the engine has made anyway (`engine`); [identity.md](identity.md) weighs them.",
             check=_chain,
         ),
         Key(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from lmcache_rs import _native
 
 if TYPE_CHECKING:
-    from lmcache_rs.config import LMCacheEngineConfig, LMCacheMetadata
+    from lmcache_rs.identity import Identity
 
 HASH_BYTES = 32
 """Bytes of a chain hash; packed hashes stand end to end."""
@@ -280,16 +280,11 @@ def _layer_key(space: _Space, chunk_hash: bytes, layer_id: int) -> LayerCacheEng
 class Namespaces:
     """The namespaces of one engine: its own facts once, each request's tags on top."""
 
-    def __init__(
-        self,
-        config: LMCacheEngineConfig,
-        metadata: LMCacheMetadata,
-        extra_facts: Mapping[str, str] = _NO_FACTS,
-    ) -> None:
+    def __init__(self, identity: Identity) -> None:
         apart = {"model_name", "world_size", "worker_id", "kv_dtype"}
-        facts = {name: value for name, value in metadata.facts().items() if name not in apart}
-        self._metadata = metadata
-        self.facts: Mapping[str, str] = MappingProxyType({**facts, **config.facts(), **extra_facts})
+        facts = {name: value for name, value in identity.facts().items() if name not in apart}
+        self._metadata = identity.metadata
+        self.facts: Mapping[str, str] = MappingProxyType(facts)
         self._untagged = self._make_space(None)
 
     def _make_space(self, request_configs: Mapping[str, Any] | None) -> _Space:

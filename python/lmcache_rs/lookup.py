@@ -51,6 +51,7 @@ logger = logging.getLogger(__name__)
 
 WAIT_US: Final = 200
 DEADLINE_MS: Final = 250
+CLEAR_DEADLINE_MS: Final = 5000
 MAX_MESSAGE_BYTES: Final = 4 << 20
 MAX_SOCKET_PATH_BYTES: Final = 107
 
@@ -92,6 +93,10 @@ class LocalIndex(Protocol):
 
     def release(self, lookup_id: str) -> object:
         """Gives back what `lookup_id` leases."""
+        ...
+
+    def clear(self) -> object:
+        """Forgets every chunk; what is leased lives on unseen."""
         ...
 
 
@@ -144,6 +149,14 @@ class LookupClient(abc.ABC):
 
         At allocation `release` is False: the worker takes the lease. When the request finishes or
         is aborted it is True: what is still leased is given back. Unknown ids are ignored.
+        """
+
+    @abc.abstractmethod
+    def clear(self) -> bool:
+        """Empties the worker half's memory; whether that is known to be done.
+
+        Waits, for at most `CLEAR_DEADLINE_MS`. What a worker holds a lease on lives on until that
+        ends, and is found no more.
         """
 
     @abc.abstractmethod
@@ -283,6 +296,15 @@ class InProcessLookupClient(_RecordingClient):
                 self._settle(req_id, record, *found)
         return record.hit_chunks
 
+    def clear(self) -> bool:
+        _check_process(self._pid)
+        try:
+            self._index.clear()
+        except Exception:
+            logger.exception("the store could not be emptied")
+            return False
+        return True
+
     def _release(self, req_id: str) -> None:
         self._counts["releases"] += 1
         try:
@@ -315,6 +337,9 @@ class IpcLookupClient(_RecordingClient):
         self._awaited: dict[int, str] = {}
         # Whether a wait has been in vain since the last answer.
         self._is_held_up = False
+        # The clear whose answer is awaited, 0 if none is, and the answer.
+        self._clear_id = 0
+        self._clear_status: int | None = None
         # Since when nothing can be sent; None while it can.
         self._cut_off_at: float | None = None
         self._context, self._socket = _open_dealer(self._path)
@@ -427,6 +452,9 @@ class IpcLookupClient(_RecordingClient):
         except ValueError:
             self._counts["errors"] += 1
             return
+        if message_id == self._clear_id:
+            self._clear_status = status
+            return
         req_id = self._awaited.pop(message_id, None)
         record = None if req_id is None else self._records.get(req_id)
         if req_id is None or record is None or record.message_id != message_id:
@@ -436,6 +464,22 @@ class IpcLookupClient(_RecordingClient):
             self._fail(req_id, record, "errors")
         else:
             self._settle(req_id, record, hit_chunks, lease_ms)
+
+    def clear(self) -> bool:
+        _check_process(self._pid)
+        give_up_at = time.monotonic() + CLEAR_DEADLINE_MS / 1e3
+        self._clear_id, self._clear_status = next(self._message_ids), None
+        message = _native.encode_clear_request(self._clear_id)
+        while not self._send(message):
+            # Also while the releases before it fill the queue.
+            if self._is_cut_off() or time.monotonic() >= give_up_at:
+                return False
+            time.sleep(1e-3)
+        while self._clear_status is None and (left := give_up_at - time.monotonic()) > 0:
+            self._wait_for_input(left)
+            self._collect()
+        self._clear_id = 0
+        return self._clear_status == 0
 
     def _abandon(self, record: _Record) -> None:
         self._awaited.pop(record.message_id, None)
@@ -556,6 +600,9 @@ class _RoutedLookupClient(LookupClient):
 
     def end(self, req_id: str, *, release: bool) -> None:
         self._route().end(req_id, release=release)
+
+    def clear(self) -> bool:
+        return self._route().clear()
 
     def stats(self) -> Stats:
         return self._route().stats()

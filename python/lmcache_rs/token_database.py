@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lmcache_rs import _native
 from lmcache_rs.config import LMCacheEngineConfig, LMCacheMetadata
+from lmcache_rs.identity import Identity, identity_of
 from lmcache_rs.key import HASH_BYTES, CacheEngineKey, Namespaces
 
 if TYPE_CHECKING:
@@ -55,10 +56,29 @@ def mask_bytes(mask: Mask) -> bytes:
 class TokenDatabase(ABC):
     """Splits a token sequence into chunks and names them."""
 
-    def __init__(self, config: LMCacheEngineConfig, metadata: LMCacheMetadata) -> None:
+    chain = "own"
+    """What its hashes hang from: part of every key."""
+
+    def __init__(
+        self,
+        config: LMCacheEngineConfig,
+        metadata: LMCacheMetadata,
+        none_hash: bytes | None = None,
+    ) -> None:
         self.config = config
         self.metadata = metadata
-        self.namespaces = Namespaces(config, metadata)
+        self.none_hash = resolve_none_hash(config, none_hash)
+        self.namespaces = Namespaces(self.identity({}))
+
+    def identity(self, registered: Mapping[str, str]) -> Identity:
+        """What its keys are made of, beside tokens and tags."""
+        return identity_of(
+            self.config,
+            self.metadata,
+            chain=self.chain,
+            none_hash=self.none_hash,
+            registered=registered,
+        )
 
     @abstractmethod
     def process_tokens(
@@ -90,13 +110,21 @@ class ChunkedTokenDatabase(TokenDatabase):
         metadata: LMCacheMetadata,
         none_hash: bytes | None = None,
     ) -> None:
-        super().__init__(config, metadata)
+        super().__init__(config, metadata, none_hash)
         self.chunk_size = config.chunk_size
         self.save_unfull_chunk = config.saves_unfull_chunk(alone=True)
-        self.none_hash = resolve_none_hash(config, none_hash)
 
     def new_chain(self) -> _native.Chain:
-        """An empty chain, for a sequence that comes in pieces."""
+        """An empty chain, for a sequence that comes in pieces.
+
+        Raises:
+            ValueError: The keys bear an engine's own hashes: tokens are not hashed here.
+        """
+        if self.config.chain == "engine":
+            raise ValueError(
+                "chain is 'engine': keys bear the engine's own hashes; give these, not tokens, "
+                "or set chain to own"
+            )
         return _native.Chain(self.chunk_size, self.none_hash)
 
     def process_tokens(
@@ -192,6 +220,9 @@ class SegmentTokenDatabase(TokenDatabase):
         ValueError: There is no separator, or it is given twice.
     """
 
+    # A segment's KV may come from any position: it is not a first chunk of the same tokens.
+    chain = "segments"
+
     def __init__(
         self,
         config: LMCacheEngineConfig,
@@ -202,7 +233,7 @@ class SegmentTokenDatabase(TokenDatabase):
         blend_special_str: str | None = None,
         encode: Callable[[str], Sequence[int]] | None = None,
     ) -> None:
-        super().__init__(config, metadata)
+        super().__init__(config, metadata, none_hash)
         if (separator is None) == (blend_special_str is None):
             raise ValueError("give the separator either as token ids or as blend_special_str")
         if separator is None:
@@ -212,7 +243,6 @@ class SegmentTokenDatabase(TokenDatabase):
         self.separator = list(separator)
         if not self.separator:
             raise ValueError("the separator has no token; segments need at least one between them")
-        self.none_hash = resolve_none_hash(config, none_hash)
 
     def process_tokens(
         self,

@@ -525,13 +525,6 @@ def test_config_cannot_be_changed_and_travels_between_processes() -> None:
     assert hash(copy) == hash(config)
 
 
-def test_facts_of_the_settings_are_those_that_change_a_chunk() -> None:
-    assert LMCacheEngineConfig.from_defaults(chunk_size=64, strict=True).facts() == {
-        "chunk_size": "64",
-        "hash_algorithm": "sha256_cbor",
-    }
-
-
 def test_yaml_is_imported_only_for_a_file() -> None:
     program = (
         "import sys; from lmcache_rs.config import LMCacheEngineConfig as C; C.resolve(environ={});"

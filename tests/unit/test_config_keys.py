@@ -99,10 +99,10 @@ def test_python_hash_seed_is_not_read() -> None:
     assert seeded.notices == ()
 
 
-def test_chain_of_the_engine_is_not_available_yet() -> None:
-    with pytest.raises(ConfigError, match=r"'engine'.*not available.*set it to own"):
-        LMCacheEngineConfig.from_defaults(chain="engine")
-    with pytest.raises(ConfigError, match="needs own, found 'Own'"):
+def test_the_chain_is_ours_or_the_engines() -> None:
+    for chain in ("own", "engine"):
+        assert LMCacheEngineConfig.from_defaults(chain=chain).chain == chain
+    with pytest.raises(ConfigError, match="needs own or engine, found 'Own'"):
         LMCacheEngineConfig.from_defaults(chain="Own")
 
 

@@ -7,6 +7,7 @@ are called off, chunks that vanish under a promise, requests that end at any mom
 from __future__ import annotations
 
 import itertools
+import pathlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -327,7 +328,7 @@ def test_a_short_load_reports_its_blocks_drops_the_saves_and_winds_back(pair: Pa
     # Nothing but a fault of ours can take leased bytes away; so the fault is made here.
     pair.pool.release(request.request_id)
     hashes = pair.scheduler._trackers[request.request_id].chain.hashes()
-    namespace = pair.scheduler._namespaces.text()
+    namespace = pair.scheduler._identities.namespace()
     pair.pool.remove(namespace, hashes[32:64])
     table = list(pair.tables[request.request_id])
     stored_before = pair.worker.counters()["stored_chunks"]
@@ -373,7 +374,7 @@ def test_what_the_index_could_not_give_is_not_promised_again(pair: Pair) -> None
     request, external = promised(pair)
     pair.pool.release(request.request_id)
     hashes = pair.scheduler._trackers[request.request_id].chain.hashes()
-    namespace = pair.scheduler._namespaces.text()
+    namespace = pair.scheduler._identities.namespace()
     # An object of another size than the layout needs, under the second chunk's key.
     pair.pool.remove(namespace, hashes[32:64])
     (foreign,) = pair.pool.allocate([CHUNK_BYTES // 2]) or []
@@ -465,9 +466,13 @@ def test_roles_store_and_load_as_they_say(pair: Pair, hits: int) -> None:
     pair.assert_idle()
 
 
-def test_identities_never_mix_and_each_repeats(pair: Pair) -> None:
+def test_identities_never_mix_and_each_repeats(pair: Pair, tmp_path: pathlib.Path) -> None:
     def lora(name: str, path: str) -> LoRARequest:
-        return LoRARequest(name, abs(hash((name, path))) % 1000 + 1, path)
+        folder = tmp_path / path
+        folder.mkdir(exist_ok=True)
+        if not (weights := folder / "adapter_model.bin").exists():
+            weights.write_bytes(b"the same weights everywhere")
+        return LoRARequest(name, abs(hash((name, path))) % 1000 + 1, str(folder))
 
     def params(**configs: object) -> SamplingParams:
         return SamplingParams(extra_args={"kv_transfer_params": configs})
@@ -476,9 +481,9 @@ def test_identities_never_mix_and_each_repeats(pair: Pair) -> None:
         {},
         {"cache_salt": "a"},
         {"cache_salt": "b"},
-        {"lora_request": lora("a", "/p")},
-        {"lora_request": lora("b", "/p")},
-        {"lora_request": lora("a", "/q")},
+        {"lora_request": lora("a", "p")},
+        {"lora_request": lora("b", "p")},
+        {"lora_request": lora("a", "q")},
         {"sampling_params": params(**{"lmcache.tag.team": "a"})},
         {"sampling_params": params(**{"lmcache.tag.team": "b"})},
     ]

@@ -219,6 +219,13 @@ class LMCacheConnectorV1Dynamic(KVConnectorBase_V1):
             self._guard("request_finished", None, lambda: half.request_finished(request))
         return False, None
 
+    def reset_cache(self) -> bool | None:
+        """Forgets all that is stored. vLLM asks its scheduler's half alone."""
+        half = self._manager.scheduler
+        if half is None:
+            return None
+        return self._guard("reset_cache", False, half.reset_cache)
+
     def take_events(self) -> Iterable[KVCacheEvent]:
         """No KV events in this version."""
         return ()

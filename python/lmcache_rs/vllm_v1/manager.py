@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 from lmcache_rs.config import LMCacheEngineConfig, disabled_by_environment
 from lmcache_rs.layouts import LayoutError
-from lmcache_rs.vllm_v1 import compat
+from lmcache_rs.vllm_v1 import compat, model_identity
 from lmcache_rs.vllm_v1.faults import Faults
+from lmcache_rs.vllm_v1.identity import chain_notice, identities_of
 from lmcache_rs.vllm_v1.metadata import LMCacheConnectorMetadata
 from lmcache_rs.vllm_v1.scheduler import LMCacheSchedulerHalf
 from lmcache_rs.vllm_v1.worker import LMCacheWorkerHalf
@@ -59,14 +60,17 @@ class LMCacheManager:
         if chunk_size != config.chunk_size:
             config = config.with_values("rounded up to the engine's block", chunk_size=chunk_size)
         self.config = config
-        self._metadata = compat.metadata_of(vllm_config, kv_cache_config)
         engine_start = compat.engine_start_of(vllm_config)
+        self._metadata = model_identity.stated(
+            compat.metadata_of(vllm_config, kv_cache_config), vllm_config, engine_start
+        )
+        identities = identities_of(config, self._metadata, vllm_config, kv_cache_config)
         self._load_failure_policy = str(transfer.kv_load_failure_policy)
         try:
             if is_scheduler:
                 role = str(transfer.kv_role)
                 self.scheduler = LMCacheSchedulerHalf(
-                    config, self._metadata, engine_start, role, self.faults
+                    config, self._metadata, engine_start, role, self.faults, identities
                 )
             else:
                 self.worker = LMCacheWorkerHalf(
@@ -129,7 +133,7 @@ class LMCacheManager:
             "layer by layer" if self.config.use_layerwise else "all layers at once",
             self.config.chunk_size,
             self.config.chain,
-            self.config.pre_caching_hash_algorithm,
+            self.config.pre_caching_hash_algorithm if self.config.chain == "own" else "vLLM's",
         )
         self._say(
             "capacity %.2f GB = %d tokens of this model on rank 0, the same in total; "
@@ -138,6 +142,8 @@ class LMCacheManager:
             capacity_tokens,
             "healthy" if capacity_bytes else "off",
         )
+        self._say("model fingerprint %s", self._metadata.model_fingerprint)
+        self._say("%s", chain_notice(self.config, self._vllm_config))
         for key, value, source in self.config.describe():
             if source != "default":
                 self._say("setting %s = %s (%s)", key, value, source)

@@ -15,9 +15,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lmcache_rs import _native, lookup
-from lmcache_rs.key import Namespaces
-from lmcache_rs.token_database import resolve_none_hash
 from lmcache_rs.vllm_v1 import compat
+from lmcache_rs.vllm_v1.identity import Chain, Identities, NoExtraKeys, RequestIdentity
 from lmcache_rs.vllm_v1.metadata import (
     LMCacheConnectorMetadata,
     LMCacheWorkerMetadata,
@@ -50,6 +49,7 @@ class RequestTracker:
         request: vLLM's own object.
         namespace: Where its chunks live; None when the request does not use the cache.
         can_save: Whether its KV may be stored.
+        epoch: The cache's epoch when it was first seen, or looked up last.
         chain: Its prefix chain, extended as tokens appear; each token is hashed once.
         extra_keys: What besides the tokens enters the chain.
         saved_tokens: Tokens handed to the worker for saving, or loaded from the store.
@@ -61,8 +61,9 @@ class RequestTracker:
     request: Request
     namespace: str | None
     can_save: bool
-    chain: _native.Chain
-    extra_keys: compat.ExtraKeys
+    epoch: str
+    chain: Chain
+    extra_keys: compat.ExtraKeys | NoExtraKeys
     saved_tokens: int = 0
     computed_tokens: int = 0
     load_spec: LoadSpec | None = None
@@ -95,6 +96,7 @@ class LMCacheSchedulerHalf:
         engine_start: The start of the engine whose blocks these are.
         kv_role: `kv_both`, `kv_producer` (never loads) or `kv_consumer` (never saves).
         faults: Where faults of ours are noted.
+        identities: What requests' chunks are called; None for an engine that was told nothing more.
     """
 
     def __init__(
@@ -104,12 +106,12 @@ class LMCacheSchedulerHalf:
         engine_start: str,
         kv_role: str,
         faults: Faults,
+        identities: Identities | None = None,
     ) -> None:
         self._config = config
         self._engine_start = engine_start
         self._chunk_size = config.chunk_size
-        self._none_hash = resolve_none_hash(config)
-        self._namespaces = Namespaces(config, metadata)
+        self._identities = identities or Identities(config, metadata)
         self._block_tokens = metadata.block_size or 1
         self._loads = kv_role != "kv_producer"
         self._saves = kv_role != "kv_consumer"
@@ -139,7 +141,7 @@ class LMCacheSchedulerHalf:
 
         At least one token of the request is left to compute, as vLLM needs it for the logits.
         """
-        tracker = self._track(request)
+        tracker = self._track(request, is_lookup=True)
         tracker.load_spec = None
         tracker.local_tokens = num_computed_tokens
         if not self._loads or tracker.namespace is None or request.skip_reading_prefix_cache:
@@ -267,7 +269,7 @@ class LMCacheSchedulerHalf:
 
     def _save_end(self, tracker: RequestTracker, computed: int, block_ids: list[int]) -> int:
         """End of the full chunks that may be saved after this step, in tokens."""
-        if not self._saves or not tracker.can_save:
+        if not self._saves or not tracker.can_save or tracker.epoch != self._identities.epoch:
             return 0
         request, chunk_size = tracker.request, self._chunk_size
         # Positions past the known tokens hold drafts, or tokens the scheduler has not seen yet.
@@ -283,9 +285,29 @@ class LMCacheSchedulerHalf:
             end = min(end, hole // chunk_size * chunk_size)
         end = min(end, len(block_ids) * self._block_tokens // chunk_size * chunk_size)
         tracker.extend_chain(end, chunk_size)
-        return end
+        return min(end, tracker.chain.num_chunks * chunk_size)
 
     # --- the end ------------------------------------------------------------------------------
+
+    def reset_cache(self) -> bool:
+        """Nothing that is stored now is ever found again, and host memory is empty; whether it is.
+
+        Requests under way keep the names they have: they save nothing more, and are new to the
+        cache when they are looked up again.
+        """
+        self._identities.new_epoch()
+        for req_id, tracker in self._trackers.items():
+            # What was granted is on its way to the worker, which loads it by its lease.
+            if tracker.load_spec is None or not tracker.load_spec.can_load:
+                tracker.load_spec = None
+                self._end_lookup(req_id, release=True)
+        # Until the worker half is known, nothing is stored.
+        is_empty = self._client is None or self._client.clear()
+        compat.logger.info(
+            "lmcache_rs: reset: what was stored is not found any more%s",
+            "" if is_empty else ", but host memory could not be emptied in time",
+        )
+        return is_empty
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Takes in what the workers did."""
@@ -387,32 +409,35 @@ class LMCacheSchedulerHalf:
 
     # --- inside -------------------------------------------------------------------------------
 
-    def _track(self, request: Request) -> RequestTracker:
+    def _track(self, request: Request, *, is_lookup: bool = False) -> RequestTracker:
         tracker = self._trackers.get(request.request_id)
         known = len(request.all_token_ids)
-        if tracker is not None and tracker.request is request and tracker.chain.num_tokens <= known:
+        if (
+            tracker is not None
+            and tracker.request is request
+            and tracker.chain.num_tokens <= known
+            # Looked up, it is computed from its first token on, whatever was before a reset.
+            and not (is_lookup and tracker.epoch != self._identities.epoch)
+        ):
             return tracker
-        configs = compat.request_configs_of(request)
-        namespace = None
-        reason = compat.bypass_reason(request)
-        if reason is None:
-            try:
-                namespace = self._namespaces.text(configs)
-            except (TypeError, ValueError) as error:
-                # A tag that cannot be part of a key must not be left out of it.
-                reason = str(error)
-        if reason is not None:
+        try:
+            identity = self._identities.of(request)
+        except (TypeError, ValueError) as error:
+            # What cannot be part of a key must not be left out of it.
+            identity = RequestIdentity(None, can_save=False, epoch=self._identities.epoch)
             self._counts["bypassed_requests"] += 1
             if self._may_log():
                 compat.logger.warning(
-                    "lmcache_rs: request %s bypasses the cache: %s", request.request_id, reason
+                    "lmcache_rs: request %s bypasses the cache: %s", request.request_id, error
                 )
+        chain, extra_keys = self._identities.chain(request)
         tracker = RequestTracker(
             request=request,
-            namespace=namespace,
-            can_save=not configs.get("lmcache.skip_save", False),
-            chain=_native.Chain(self._chunk_size, self._none_hash),
-            extra_keys=compat.ExtraKeys(request),
+            namespace=identity.namespace,
+            can_save=identity.can_save,
+            epoch=identity.epoch,
+            chain=chain,
+            extra_keys=extra_keys,
         )
         self._trackers[request.request_id] = tracker
         return tracker

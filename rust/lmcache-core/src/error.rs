@@ -49,6 +49,18 @@ pub enum CoreError {
         /// What is wrong with it.
         reason: &'static str,
     },
+    /// A namespace is too long to be part of a key.
+    #[error(
+        "a key's namespace takes {num_bytes} bytes, most of them in {longest}, and may take {limit}; use shorter names and tags (each byte outside A-Z a-z 0-9 . _ - takes three)"
+    )]
+    NamespaceTooLong {
+        /// Bytes of its text form.
+        num_bytes: usize,
+        /// Bytes it may have.
+        limit: usize,
+        /// The field that takes the most, cut to a printable length.
+        longest: String,
+    },
     /// A layout's numbers contradict each other.
     #[error("paged layout is impossible: {reason}")]
     Layout {

@@ -7,13 +7,25 @@
 //! ```
 //!
 //! Every value is percent-encoded outside `A-Z a-z 0-9 . _ -`, facts and tags are sorted by name, and
-//! the reader accepts only what the writer would write; so the form is injective and parses back.
+//! the reader accepts only what the writer would write; so the form is injective and parses back. A
+//! namespace takes at most [`MAX_NAMESPACE_BYTES`]; a longer one is refused, never cut. Where a name of
+//! fixed length is asked for, as in a folder, [`CacheEngineKey::digest`] stands for the text, which then
+//! is part of what is stored.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fmt::Write as _;
 
+use sha2::{Digest as _, Sha256};
+
 use crate::error::CoreError;
 use crate::hash::ChunkHash;
+
+/// The longest namespace in its text form: 300 characters of any script, and tags, with room to spare.
+pub const MAX_NAMESPACE_BYTES: usize = 16 << 10;
+
+/// The longest text form of a key: a namespace, a hash, a layer.
+pub const MAX_KEY_BYTES: usize =
+    MAX_NAMESPACE_BYTES + "@hash=".len() + 64 + "@layer=4294967295".len();
 
 /// A namespace's number within one index. Numbers are never used twice.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -89,6 +101,21 @@ impl Namespace {
         }
         text
     }
+
+    /// The canonical text form, if it is short enough to be part of a key.
+    pub fn bounded_text(&self) -> Result<String, CoreError> {
+        let text = self.to_text();
+        if text.len() <= MAX_NAMESPACE_BYTES {
+            return Ok(text);
+        }
+        let longest = text.split('@').max_by_key(|field| field.len());
+        let name = longest.and_then(|field| field.split_once('='));
+        Err(CoreError::NamespaceTooLong {
+            num_bytes: text.len(),
+            limit: MAX_NAMESPACE_BYTES,
+            longest: name.map_or("", |(name, _)| name).chars().take(80).collect(),
+        })
+    }
 }
 
 /// A chunk's whole key; with `layer_id`, an address into the chunk.
@@ -113,13 +140,24 @@ impl CacheEngineKey {
         text
     }
 
+    /// SHA-256 of the canonical text form: a name of fixed length, safe in any folder and on any store.
+    pub fn digest(&self) -> ChunkHash {
+        ChunkHash(Sha256::digest(self.to_text()).into())
+    }
+
     /// Reads the canonical text form; anything that [`CacheEngineKey::to_text`] would not write is an error.
     pub fn parse(text: &str) -> Result<Self, CoreError> {
         let fail = |reason| CoreError::KeySyntax {
             key: text.chars().take(120).collect(),
             reason,
         };
+        if text.len() > MAX_KEY_BYTES {
+            return Err(fail("it is longer than any key"));
+        }
         let key = parse_fields(text).map_err(fail)?;
+        if key.namespace.to_text().len() > MAX_NAMESPACE_BYTES {
+            return Err(fail("its namespace is longer than any"));
+        }
         if key.to_text() != text {
             return Err(fail("it is not in canonical form"));
         }
@@ -355,21 +393,53 @@ mod tests {
             "e\u{301}",
             &"x".repeat(300),
         ];
-        let texts: HashSet<String> = names
-            .iter()
-            .map(|name| {
-                Namespace {
-                    model_name: (*name).into(),
-                    world_size: 1,
-                    worker_id: 0,
-                    kv_dtype: "float32".into(),
-                    facts: BTreeMap::new(),
-                    tags: BTreeMap::new(),
-                }
-                .to_text()
-            })
-            .collect();
+        let texts: HashSet<String> = names.iter().map(|name| named(name).to_text()).collect();
         assert_eq!(texts.len(), names.len());
+    }
+
+    fn named(model_name: &str) -> Namespace {
+        Namespace {
+            model_name: model_name.into(),
+            world_size: 1,
+            worker_id: 0,
+            kv_dtype: "float32".into(),
+            facts: BTreeMap::new(),
+            tags: BTreeMap::new(),
+        }
+    }
+
+    #[test]
+    fn a_name_of_300_characters_fits_and_one_that_is_too_long_is_named() {
+        let longest = named(&"\u{10FFFF}".repeat(300));
+        let key = CacheEngineKey {
+            namespace: longest,
+            chunk_hash: ChunkHash([7; 32]),
+            layer_id: Some(u32::MAX),
+        };
+        assert!(key.namespace.bounded_text().is_ok());
+        assert_eq!(CacheEngineKey::parse(&key.to_text()), Ok(key));
+
+        let mut tagged = named("m");
+        let rest = tagged.to_text().len() + "@tag.t=s:".len();
+        for (num_bytes, fits) in [
+            (MAX_NAMESPACE_BYTES, true),
+            (MAX_NAMESPACE_BYTES + 1, false),
+        ] {
+            let value = TagValue::Text("x".repeat(num_bytes - rest));
+            tagged.tags.insert("t".into(), value);
+            let key = CacheEngineKey {
+                namespace: tagged.clone(),
+                chunk_hash: ChunkHash([7; 32]),
+                layer_id: None,
+            };
+            assert_eq!(CacheEngineKey::parse(&key.to_text()).is_ok(), fits);
+            assert_eq!(tagged.bounded_text().is_ok(), fits);
+        }
+        let refused = tagged.bounded_text();
+        assert!(
+            matches!(&refused, Err(CoreError::NamespaceTooLong { longest, .. }) if longest == "tag.t"),
+            "{refused:?}"
+        );
     }
 
     #[test]

@@ -72,8 +72,9 @@ pub(crate) fn encode_key(
         facts,
         tags,
     };
+    let text = namespace.bounded_text().map_err(NativeError::from)?;
     let Some(bytes) = chunk_hash else {
-        return Ok(namespace.to_text());
+        return Ok(text);
     };
     let chunk_hash = self::chunk_hash(bytes, "chunk_hash")?;
     Ok(CacheEngineKey {

@@ -26,8 +26,8 @@ mod _native {
     use crate::rope::RopeShift;
     #[pymodule_export]
     use crate::storage::{
-        LookupServer, decode_lookup_answer, encode_lookup_request, encode_ping_request,
-        encode_release_request,
+        LookupServer, decode_lookup_answer, encode_clear_request, encode_lookup_request,
+        encode_ping_request, encode_release_request,
     };
     #[pymodule_export]
     use crate::token::{

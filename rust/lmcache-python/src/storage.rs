@@ -82,6 +82,12 @@ pub(crate) fn encode_ping_request(py: Python<'_>, message_id: u64) -> Bound<'_, 
     PyBytes::new(py, &wire::encode_ping(message_id))
 }
 
+/// A request to forget every chunk, as bytes for the wire.
+#[pyfunction]
+pub(crate) fn encode_clear_request(py: Python<'_>, message_id: u64) -> Bound<'_, PyBytes> {
+    PyBytes::new(py, &wire::encode_clear(message_id))
+}
+
 /// `(message_id, status, hit_chunks, lease_ms)` of an answer.
 #[pyfunction]
 pub(crate) fn decode_lookup_answer(data: &[u8]) -> PyResult<(u64, u8, u32, u32)> {

@@ -105,6 +105,10 @@ impl LookupIndex for LocalCpu {
     fn release(&self, lookup_id: &str) {
         LocalCpu::release(self, lookup_id);
     }
+
+    fn clear(&self) {
+        LocalCpu::clear(self);
+    }
 }
 
 /// Rounded down: an answer never says that a lease holds for longer than it does.

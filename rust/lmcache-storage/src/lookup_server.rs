@@ -51,6 +51,13 @@ pub struct LookupAnswer {
     pub lease_ms: u32,
 }
 
+impl LookupAnswer {
+    const NOTHING: Self = Self {
+        hit_chunks: 0,
+        lease_ms: 0,
+    };
+}
+
 /// What the server asks. Called by its one thread, which answers nobody in the meantime.
 pub trait LookupIndex: Send + Sync + 'static {
     /// Finds the longest stored prefix and leases it under `lookup_id`, in place of what that id held.
@@ -58,6 +65,9 @@ pub trait LookupIndex: Send + Sync + 'static {
 
     /// Gives back what `lookup_id` leases; an unknown id is not an error.
     fn release(&self, lookup_id: &str);
+
+    /// Forgets every chunk; what is leased lives on unseen until its lease ends.
+    fn clear(&self);
 }
 
 macro_rules! counters {
@@ -97,6 +107,8 @@ counters! {
     releases,
     /// Pings answered.
     pings,
+    /// Clears answered.
+    clears,
     /// Messages that are not of this protocol.
     malformed,
     /// Messages of another version.
@@ -444,10 +456,12 @@ impl Service {
             }
             Request::Ping { .. } => {
                 count(&self.counters.pings);
-                Some(LookupAnswer {
-                    hit_chunks: 0,
-                    lease_ms: 0,
-                })
+                Some(LookupAnswer::NOTHING)
+            }
+            Request::Clear { .. } => {
+                self.index.clear();
+                count(&self.counters.clears);
+                Some(LookupAnswer::NOTHING)
             }
         }
     }

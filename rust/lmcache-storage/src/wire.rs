@@ -22,8 +22,8 @@ pub const MAX_MESSAGE_BYTES: usize = 4 << 20;
 /// The longest id of a lookup that is accepted, in bytes: it is kept as long as its lease.
 pub const MAX_LOOKUP_ID_BYTES: usize = 512;
 
-/// The longest namespace that is accepted, in bytes.
-pub const MAX_NAMESPACE_BYTES: usize = 16 << 10;
+/// The longest namespace that is accepted, in bytes: the longest there is.
+pub const MAX_NAMESPACE_BYTES: usize = lmcache_core::key::MAX_NAMESPACE_BYTES;
 
 const REQUEST_FIELDS: u32 = 6;
 const ANSWER_FIELDS: u32 = 5;
@@ -31,6 +31,7 @@ const ANSWER_FIELDS: u32 = 5;
 const LOOKUP: u64 = 1;
 const RELEASE: u64 = 2;
 const PING: u64 = 3;
+const CLEAR: u64 = 4;
 
 /// What a client asks.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -58,6 +59,11 @@ pub enum Request<'a> {
         /// Comes back in the answer.
         message_id: u64,
     },
+    /// Forget every chunk. Answered when it is done.
+    Clear {
+        /// Comes back in the answer.
+        message_id: u64,
+    },
 }
 
 impl Request<'_> {
@@ -66,7 +72,8 @@ impl Request<'_> {
         match self {
             Self::Lookup { message_id, .. }
             | Self::Release { message_id, .. }
-            | Self::Ping { message_id } => *message_id,
+            | Self::Ping { message_id }
+            | Self::Clear { message_id } => *message_id,
         }
     }
 }
@@ -176,6 +183,11 @@ pub fn encode_ping(message_id: u64) -> Vec<u8> {
     encode_request(message_id, PING, "", "", &[])
 }
 
+/// A request to forget every chunk.
+pub fn encode_clear(message_id: u64) -> Vec<u8> {
+    encode_request(message_id, CLEAR, "", "", &[])
+}
+
 fn encode_request(
     message_id: u64,
     kind: u64,
@@ -246,7 +258,7 @@ pub fn decode_request(message: &[u8]) -> Result<Request<'_>, Refusal> {
         return Err(malformed);
     }
     let kind = reader.uint().ok_or(malformed)?;
-    if !matches!(kind, LOOKUP | RELEASE | PING) {
+    if !matches!(kind, LOOKUP | RELEASE | PING | CLEAR) {
         return Err(refuse(Status::UnknownKind));
     }
     let (lookup_id, namespace, packed) = reader.body().ok_or(malformed)?;
@@ -273,7 +285,10 @@ pub fn decode_request(message: &[u8]) -> Result<Request<'_>, Refusal> {
         }
         _ => {
             unused(lookup_id.is_empty() && namespace.is_empty() && packed.is_empty())?;
-            Request::Ping { message_id }
+            match kind {
+                CLEAR => Request::Clear { message_id },
+                _ => Request::Ping { message_id },
+            }
         }
     })
 }
@@ -415,6 +430,10 @@ mod tests {
             refused(Status::Malformed)
         );
         assert_eq!(
+            refusal(&request(6, 1, CLEAR, &[0; 32])),
+            refused(Status::Malformed)
+        );
+        assert_eq!(
             refusal(&request(6, 1, RELEASE, &[0; 32])),
             refused(Status::Malformed)
         );
@@ -491,6 +510,8 @@ mod tests {
             prop_assert_eq!(decode_request(&message), Ok(request));
             let message = encode_ping(message_id);
             prop_assert_eq!(decode_request(&message), Ok(Request::Ping { message_id }));
+            let message = encode_clear(message_id);
+            prop_assert_eq!(decode_request(&message), Ok(Request::Clear { message_id }));
         }
 
         #[test]

@@ -21,6 +21,7 @@ use zeromq::{DealerSocket, ReqSocket, Socket, SocketRecv, SocketSend, ZmqMessage
 struct Double {
     leases: Mutex<HashMap<String, u32>>,
     lookups: AtomicU64,
+    clears: AtomicU64,
 }
 
 impl LookupIndex for Double {
@@ -43,6 +44,10 @@ impl LookupIndex for Double {
             .lock()
             .expect("no panic inside")
             .remove(lookup_id);
+    }
+
+    fn clear(&self) {
+        self.clears.fetch_add(1, Ordering::Relaxed);
     }
 }
 
@@ -194,6 +199,24 @@ fn a_release_has_no_answer_and_ends_the_lease() {
             .expect("no panic inside")
             .is_empty()
     );
+}
+
+#[test]
+fn a_clear_is_answered_when_it_is_done() {
+    let room = room();
+    run(async {
+        let mut dealer = dealer(&room.path).await;
+        send(&mut dealer, wire::encode_clear(1)).await;
+        let done = Answer {
+            message_id: 1,
+            status: Status::Ok,
+            hit_chunks: 0,
+            lease_ms: 0,
+        };
+        assert_eq!(receive(&mut dealer).await, done);
+        assert_eq!(room.index.clears.load(Ordering::Relaxed), 1);
+    });
+    assert_eq!(room.server.stats().clears, 1);
 }
 
 #[test]
