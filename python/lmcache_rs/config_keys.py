@@ -427,6 +427,10 @@ PROCESS_SWITCHES: Mapping[str, str] = {
     DISABLE_SWITCH: "1: the connector does nothing; the engine serves as if it were not there.",
     "LMCACHE_RS_CACHE": "Folder in which the demonstration keeps its model between runs.",
     "LMCACHE_RS_REQUIRE_CUDA": "At build time, 1: a build without CUDA kernels fails.",
+    "LMCACHE_RS_WITHOUT_CUDA": (
+        "At build time, 1: no CUDA kernels are built, even where an nvcc is there."
+    ),
+    "LMCACHE_RS_LIBCUDA": "The CUDA driver to open in place of `libcuda.so.1`.",
 }
 """Switches of the process. They are no settings: no file or connector entry can set them."""
 
