@@ -299,8 +299,8 @@ class LMCacheEngine:
             "registered_layout": registered.layout_id,
         }
         metadata = replace(self.metadata, stored_form=stored_form)
-        identity = replace(self.token_database.identity(own), metadata=metadata)
-        namespaces = Namespaces(identity)
+        named = replace(self.token_database.identity(own), metadata=metadata)
+        namespaces = Namespaces(named)
         self._registration = _Registration(identity(kvcaches), registered, namespaces)
         return registered
 

@@ -601,6 +601,9 @@ class _RoutedLookupClient(LookupClient):
     def end(self, req_id: str, *, release: bool) -> None:
         self._route().end(req_id, release=release)
 
+    def clear(self) -> bool:
+        return self._route().clear()
+
     def stats(self) -> Stats:
         return self._route().stats()
 

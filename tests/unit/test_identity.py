@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmcache_rs import (
@@ -62,6 +62,7 @@ def text(identity: Identity, tags: dict[str, Any] | None = None) -> str:
     return Namespaces(identity).text(tags)
 
 
+@settings(deadline=None)
 @given(identities, identities)
 def test_identities_that_differ_in_any_one_field_share_no_key(
     one: Identity, other: Identity
@@ -81,6 +82,7 @@ def test_identities_that_differ_in_any_one_field_share_no_key(
         assert (changed == text(one)) == does_not_show, fact.name
 
 
+@settings(deadline=None)
 @given(identities, st.dictionaries(words, words, min_size=1, max_size=3), words, words)
 def test_tags_are_part_of_it_whatever_their_order(
     identity: Identity, tags: dict[str, str], name: str, value: str

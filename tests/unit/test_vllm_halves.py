@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 import torch
@@ -447,9 +448,13 @@ def test_roles_store_and_load_as_they_say(pair: Pair, hits: int) -> None:
     pair.assert_idle()
 
 
-def test_identities_never_mix_and_each_repeats(pair: Pair) -> None:
+def test_identities_never_mix_and_each_repeats(pair: Pair, tmp_path: Path) -> None:
     def lora(name: str, path: str) -> LoRARequest:
-        return LoRARequest(name, abs(hash((name, path))) % 1000 + 1, path)
+        folder = tmp_path / path
+        folder.mkdir(exist_ok=True)
+        if not (weights := folder / "adapter_model.bin").exists():
+            weights.write_bytes(b"the same weights everywhere")
+        return LoRARequest(name, abs(hash((name, path))) % 1000 + 1, str(folder))
 
     def params(**configs: object) -> SamplingParams:
         return SamplingParams(extra_args={"kv_transfer_params": configs})
@@ -458,9 +463,9 @@ def test_identities_never_mix_and_each_repeats(pair: Pair) -> None:
         {},
         {"cache_salt": "a"},
         {"cache_salt": "b"},
-        {"lora_request": lora("a", "/p")},
-        {"lora_request": lora("b", "/p")},
-        {"lora_request": lora("a", "/q")},
+        {"lora_request": lora("a", "p")},
+        {"lora_request": lora("b", "p")},
+        {"lora_request": lora("a", "q")},
         {"sampling_params": params(**{"lmcache.tag.team": "a"})},
         {"sampling_params": params(**{"lmcache.tag.team": "b"})},
     ]

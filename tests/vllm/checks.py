@@ -6,6 +6,7 @@ import json
 import math
 import random
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import models
@@ -68,12 +69,13 @@ class Baseline:
         lora: bool = False,
         dtype: str = "float32",
     ) -> list[Answer]:
-        """The right answers; salts change nothing and are left out."""
+        """The right answers; salts and settings change nothing and are left out."""
         name = model_path or model
-        keys = [(name, lora, dtype, p.tokens, p.lora, max_tokens) for p in prompts]
+        plain = [replace(prompt, salt=None, configs=()) for prompt in prompts]
+        keys = [(name, lora, dtype, prompt, max_tokens) for prompt in plain]
         missing = {
-            key: Prompt(prompt.tokens, lora=prompt.lora)
-            for key, prompt in zip(keys, prompts, strict=True)
+            key: prompt
+            for key, prompt in zip(keys, plain, strict=True)
             if key not in self._known
         }
         if missing:
@@ -92,8 +94,12 @@ class Baseline:
                 engine = self._engines[name, lora] = Engine(spec)
             # One adapter at a time: on the CPU vLLM gives a request without an adapter
             # the one of its neighbour in the batch.
-            for adapter in {prompt.lora for prompt in missing.values()}:
-                group = {key: p for key, p in missing.items() if p.lora == adapter}
+            for adapter in {(p.lora, p.lora_path, p.lora_id) for p in missing.values()}:
+                group = {
+                    key: p
+                    for key, p in missing.items()
+                    if (p.lora, p.lora_path, p.lora_id) == adapter
+                }
                 reply = engine.ask(list(group.values()), max_tokens)
                 self._known.update(zip(group, reply.answers, strict=True))
         return [self._known[key] for key in keys]

@@ -58,11 +58,18 @@ class EngineDied(RuntimeError):
 
 @dataclass(frozen=True)
 class Prompt:
-    """One request: token ids, and what else may keep its cache apart."""
+    """One request: token ids, and what else may keep its cache apart.
+
+    ``lora`` names a made adapter; ``lora_path`` and ``lora_id`` take another folder or loading in
+    its place. ``configs`` are the request's settings for the connector.
+    """
 
     tokens: tuple[int, ...]
     salt: str | None = None
     lora: str | None = None
+    lora_path: str | None = None
+    lora_id: int | None = None
+    configs: tuple[tuple[str, Any], ...] = ()
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -467,13 +474,17 @@ def _generate(llm: Any, prompts: list[Prompt], max_tokens: int) -> Any:
 
     from vllm import SamplingParams
 
-    sampling = SamplingParams(
-        temperature=0,
-        max_tokens=max_tokens,
-        logprobs=NUM_LOGPROBS,
-        detokenize=False,
-        ignore_eos=True,
-    )
+    sampling = [
+        SamplingParams(
+            temperature=0,
+            max_tokens=max_tokens,
+            logprobs=NUM_LOGPROBS,
+            detokenize=False,
+            ignore_eos=True,
+            extra_args={"kv_transfer_params": dict(prompt.configs)} if prompt.configs else None,
+        )
+        for prompt in prompts
+    ]
     inputs: list[dict[str, Any]] = []
     adapters: list[LoRARequest | None] = []
     for prompt in prompts:
@@ -485,8 +496,8 @@ def _generate(llm: Any, prompts: list[Prompt], max_tokens: int) -> Any:
             adapters.append(None)
         else:
             seed = sum(prompt.lora.encode())
-            folder = models.lora_adapter(prompt.lora, seed)
-            adapters.append(LoRARequest(prompt.lora, seed, str(folder)))
+            folder = prompt.lora_path or str(models.lora_adapter(prompt.lora, seed))
+            adapters.append(LoRARequest(prompt.lora, prompt.lora_id or seed, folder))
     outputs = llm.generate(
         inputs,
         sampling,

@@ -204,6 +204,8 @@ class Identities:
         engine: EngineHashes | None = None,
         bypass_items: str | None = None,
     ) -> None:
+        if (config.chain == "engine") != (engine is not None):
+            raise ValueError(f"chain is {config.chain!r}; the engine's hashes belong to 'engine'")
         self._config = config
         self._engine = engine
         self._bypass_items = bypass_items
