@@ -1,13 +1,14 @@
-"""What tells one set of weights from another: digests of configuration and files, in well under a second.
+"""What tells one set of weights from another: digests of configuration and files, made in no time.
 
-No path and no time of change enters a digest, so that two hosts with copies of the same files agree.
+No path and no time of change enters a digest, so that two hosts with copies of the same files
+agree.
 
-What is promised of files that are too large to be read whole (`WHOLE_BYTES`): names, sizes and every
-safetensors header enter as they are, and of **every tensor** at least `MIN_WINDOWS` windows of
-`WINDOW_BYTES`, more of larger ones. Training, merging, pruning and quantising change nearly every
-number of the tensors they touch, or their types and shapes, so they are seen. An edit of single
-numbers that lie between the windows of a large tensor is not. Files up to `WHOLE_BYTES` in all are read
-whole: there one changed byte is another digest.
+What is promised of files that are too large to be read whole (`WHOLE_BYTES`): names, sizes and
+every safetensors header enter as they are, and of **every tensor** at least `MIN_WINDOWS` windows
+of `WINDOW_BYTES`, more of larger ones. Training, merging, pruning and quantising change nearly
+every number of the tensors they touch, or their types and shapes, so they are seen. An edit of
+single numbers that lie between the windows of a large tensor is not. Files up to `WHOLE_BYTES` in
+all are read whole: there one changed byte is another digest.
 """
 
 from __future__ import annotations
@@ -75,8 +76,9 @@ def model_fingerprint(settings: Mapping[str, Any], weights: str) -> str:
 def plain(value: Any) -> Any:
     """A configuration as JSON can write it, without what names a place or a library's release.
 
-    Keys that begin with an underscore are such names too. Objects that are neither plain values nor
-    enumerations nor torch dtypes are written as their type's name: an address would differ by process.
+    Keys that begin with an underscore are such names too. Objects that are neither plain values
+    nor enumerations nor torch dtypes are written as their type's name: an address would differ by
+    process.
     """
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
@@ -138,7 +140,9 @@ def _matching(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
 
 
 def _is_blob(file: Path, snapshot: Path) -> bool:
-    return file.is_symlink() and file.resolve().parent == (snapshot.parent.parent / "blobs").resolve()
+    return (
+        file.is_symlink() and file.resolve().parent == (snapshot.parent.parent / "blobs").resolve()
+    )
 
 
 def adapter_stamp(folder: Path) -> Stamp:
@@ -167,7 +171,7 @@ def adapter_digest(folder: Path) -> str:
 
 
 def files_digest(files: Iterable[Path], *, whole_bytes: int) -> str:
-    """Digest of files by name, size and content; the content in windows if it is above `whole_bytes`.
+    """Digest of files by name, size and content; of more than `whole_bytes` in windows.
 
     Raises:
         OSError: A file cannot be read, or ended before its size.

@@ -27,8 +27,8 @@ class Identity:
         hash_algorithm: What they were made with.
         hash_block: Tokens from one link of the chain to the next.
         none_hash: 64 hex digits of what stands before the first chunk.
-        adapter: Digest of the adapter's files; `none` without one, `unstated` where the caller keeps
-            adapters apart by other means.
+        adapter: Digest of the adapter's files; `none` without one, `unstated` where the caller
+            keeps adapters apart by other means.
         epoch: Random, drawn anew each time the cache was reset; `none` before.
         registered: What the engine's tensors themselves say about the stored form.
     """

@@ -1,4 +1,4 @@
-"""Whose chunks a request may find: images, embeddings, adapters, tags, resets, and the engine's own hashes.
+"""Whose chunks a request may find: images, embeddings, adapters, tags, resets, engine's hashes.
 
 vLLM's own `Request` objects in the scheduler half. Of each pair both halves are shown: another
 identity finds nothing, and the same one again finds all.

@@ -74,9 +74,7 @@ class Baseline:
         plain = [replace(prompt, salt=None, configs=()) for prompt in prompts]
         keys = [(name, lora, dtype, prompt, max_tokens) for prompt in plain]
         missing = {
-            key: prompt
-            for key, prompt in zip(keys, plain, strict=True)
-            if key not in self._known
+            key: prompt for key, prompt in zip(keys, plain, strict=True) if key not in self._known
         }
         if missing:
             engine = self._engines.get((name, lora))

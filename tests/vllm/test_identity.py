@@ -1,8 +1,8 @@
 """Whose chunks are whose: adapters, salts, tags and resets in one real engine.
 
-Each identity misses after all others have stored the same tokens, hits when it comes again, and says
-what vLLM alone says for it. One request at a time: in a batch with an adapter vLLM's CPU backend gives
-it to the others too.
+Each identity misses after all others have stored the same tokens, hits when it comes again, and
+says what vLLM alone says for it. One request at a time: in a batch with an adapter vLLM's CPU
+backend gives it to the others too.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ salt, multimodal items, embeddings) are as vLLM forms them; all else is the name
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import secrets
 from collections import OrderedDict
@@ -74,7 +75,7 @@ class EngineChain:
         return self.num_chunks
 
     def hashes(self, num_chunks: int | None = None) -> bytes:
-        """Packed 32-byte hashes of the first `num_chunks` full chunks; vLLM's shorter ones padded."""
+        """Packed 32-byte hashes of the first `num_chunks` full chunks; shorter ones are padded."""
         count = self.num_chunks if num_chunks is None else min(num_chunks, self.num_chunks)
         ends = self._request.block_hashes[self._links - 1 : count * self._links : self._links]
         return b"".join(bytes(link).ljust(HASH_BYTES, b"\0") for link in ends)
@@ -103,13 +104,13 @@ class _Adapter:
 class Adapters:
     """Digests of the adapters' files, each computed once.
 
-    vLLM loads an adapter's files when it first needs an id, keeps them as long as it has room, and may
-    read them anew at any time after that. So files that change under an id leave open which weights
-    the engine computes with.
+    vLLM loads an adapter's files when it first needs an id, keeps them as long as it has room, and
+    may read them anew at any time after that. So files that change under an id leave open which
+    weights the engine computes with.
     """
 
     def __init__(self) -> None:
-        # By vLLM's id of the adapter, which is a process's own: it names the loading, not the weights.
+        # By vLLM's id, which is a process's own: it names the loading, not the weights.
         self._known: OrderedDict[tuple[int, str, str], _Adapter] = OrderedDict()
         self._digests: OrderedDict[tuple[str, Stamp], str] = OrderedDict()
 
@@ -133,8 +134,8 @@ class Adapters:
             ) from error
         if known.stamp != stamp:
             raise UnknownAdapterError(
-                f"the files of adapter {adapter.lora_name!r} have changed since vLLM was first asked "
-                "for it; load it again under another id, or reset the cache"
+                f"the files of adapter {adapter.lora_name!r} have changed since vLLM was first "
+                "asked for it; load it again under another id, or reset the cache"
             )
         return known.digest
 
@@ -166,7 +167,9 @@ def _adapter_folder(path: str) -> Path:
     import huggingface_hub
 
     # As vLLM does for a name on the hub; but the scheduler waits for no download.
-    found = huggingface_hub.try_to_load_from_cache(path, "adapter_config.json")
+    found: object = None
+    with contextlib.suppress(ValueError):  # no name that a hub could have
+        found = huggingface_hub.try_to_load_from_cache(path, "adapter_config.json")
     if not isinstance(found, str):
         raise FileNotFoundError(f"{path} is neither a folder nor in the hub's local cache")
     return Path(found).parent
@@ -210,9 +213,7 @@ class Identities:
         self._engine = engine
         self._bypass_items = bypass_items
         self._none_hash = resolve_none_hash(config)
-        base = identity_of(
-            config, metadata, chain="own", none_hash=self._none_hash, registered={}
-        )
+        base = identity_of(config, metadata, chain="own", none_hash=self._none_hash, registered={})
         self._base = dataclasses.replace(base, adapter=NONE)
         self._is_resolved = engine is None
         self._adapters = Adapters()
@@ -396,6 +397,6 @@ def items_bypass_reason(vllm_config: VllmConfig) -> str | None:
     if settings.mm_processor_cache_gb:
         return None
     return (
-        "vLLM names multimodal items by request, not by content, while both --enable-prefix-caching "
-        "and --mm-processor-cache-gb are off"
+        "vLLM names multimodal items by request, not by content, while both "
+        "--enable-prefix-caching and --mm-processor-cache-gb are off"
     )

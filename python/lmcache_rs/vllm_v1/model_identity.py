@@ -55,10 +55,10 @@ def fingerprint_of(vllm_config: VllmConfig, engine_start: str) -> str:
 def _of_model(vllm_config: VllmConfig, model: ModelConfig, engine_start: str) -> str:
     try:
         weights = _weights(vllm_config, model)
-    except OSError as error:
+    except (OSError, ValueError) as error:
         logger.warning(
-            "lmcache_rs: the weights of %s cannot be told from others (%s); what this server stores "
-            "is found by itself alone, and not after a restart",
+            "lmcache_rs: the weights of %s cannot be told from others (%s); what this server "
+            "stores is found by itself alone, and not after a restart",
             model.model,
             error,
         )

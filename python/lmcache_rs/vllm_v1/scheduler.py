@@ -284,8 +284,8 @@ class LMCacheSchedulerHalf:
     def reset_cache(self) -> bool:
         """Nothing that is stored now is ever found again, and host memory is empty; whether it is.
 
-        Requests under way keep the names they have: they save nothing more, and are new to the cache
-        when they are looked up again.
+        Requests under way keep the names they have: they save nothing more, and are new to the
+        cache when they are looked up again.
         """
         self._identities.new_epoch()
         for req_id, tracker in self._trackers.items():
