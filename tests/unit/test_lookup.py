@@ -520,6 +520,11 @@ class Index:
             raise RuntimeError("broken")
         self.leases.discard(lookup_id)
 
+    def clear(self) -> None:
+        if self.is_broken:
+            raise RuntimeError("broken")
+        self.num_chunks = 0
+
 
 def test_in_process_the_native_store_answers_at_once() -> None:
     local_cpu = _native.LocalCpu(1 << 16, LEASE_MS)
