@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -11,6 +12,7 @@ from lmcache_rs.model_facts import UNSTATED, LMCacheMetadata
 
 if TYPE_CHECKING:
     from lmcache_rs.config import LMCacheEngineConfig
+    from lmcache_rs.key import CacheEngineKey
 
 NONE = "none"
 """Stands in a key for what a request or engine does without: no adapter, no reset so far."""
@@ -51,6 +53,15 @@ class Identity:
             if field.name not in ("metadata", "registered")
         }
         return {**self.metadata.facts(), **own, **self.registered}
+
+
+def file_name(key: CacheEngineKey) -> str:
+    """A name of 64 hex digits for a key: SHA-256 of its text form.
+
+    For folders, whose file systems end names at 255 bytes and may fold their case. The text itself
+    belongs into what is stored there, so that a reader can check it.
+    """
+    return hashlib.sha256(key.to_string().encode()).hexdigest()
 
 
 def identity_of(

@@ -17,7 +17,7 @@ from lmcache_rs import (
     LMCacheMetadata,
     SegmentTokenDatabase,
 )
-from lmcache_rs.identity import Identity
+from lmcache_rs.identity import Identity, file_name
 from lmcache_rs.key import Namespaces
 
 words = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12).filter(
@@ -135,13 +135,16 @@ def test_model_names_stay_apart_and_can_be_read_back() -> None:
         return [key for _, _, key in database.process_tokens(list(range(8)))]
 
     seen: set[str] = set()
+    files: set[str] = set()
     for name in NAMES:
         for key in keys(name):
             again = type(key).from_string(key.to_string())
             assert again == key
             assert again.model_name == name
             seen.add(key.to_string())
-    assert len(seen) == 2 * len(NAMES)
+            files.add(file_name(key))
+    assert len(seen) == len(files) == 2 * len(NAMES)
+    assert {len(name) for name in files} == {64}
 
 
 def test_a_name_that_is_too_long_is_refused_with_the_reason() -> None:
