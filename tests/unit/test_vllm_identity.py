@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import json
 import logging
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -259,10 +260,39 @@ def test_files_that_change_under_a_loaded_adapter_keep_its_requests_out(
     assert [store(pair, make), ask(pair, make)] == [0, 0]
     assert pair.worker.counters()["stored_chunks"] == stored
     assert any("have changed" in line for line in warnings)
+    # What the engine may have read in the meantime it keeps, whatever becomes of the files.
+    write_adapter(folder, 1.0)
+    assert [store(pair, make), ask(pair, make)] == [0, 0]
     assert pair.scheduler.reset_cache()
-    store(pair, make)
-    assert ask(pair, make) == LENGTH - 1, "after a reset they are what they are"
+    assert [store(pair, make), ask(pair, make)] == [0, 0]
+    store(pair, adapted("a", 2, folder))
+    assert ask(pair, adapted("a", 2, folder)) == LENGTH - 1
     pair.assert_idle()
+
+
+def test_an_adapter_that_is_loaded_in_place_is_what_its_files_are(
+    pair: Pair, tmp_path: Path
+) -> None:
+    folder = write_adapter(tmp_path / "one", 1.0)
+    store(pair, adapted("a", 1, folder))
+    write_adapter(folder, 2.0)
+    assert ask(pair, adapted("a", 1, folder)) == 0
+    again = LoRARequest("a", 1, str(folder), load_inplace=True)
+    make = lambda: new_request(LENGTH, lora_request=again)  # noqa: E731
+    assert store(pair, make) == 0
+    assert ask(pair, make) == LENGTH - 1
+    assert ask(pair, adapted("a", 1, folder)) == LENGTH - 1
+
+
+def test_files_that_are_touched_or_copied_anew_are_the_same_adapter(
+    pair: Pair, tmp_path: Path
+) -> None:
+    folder = write_adapter(tmp_path / "one", 1.0)
+    make = adapted("a", 1, folder)
+    store(pair, make)
+    write_adapter(folder, 1.0)
+    os.utime(folder / "adapter_config.json", (1, 1))
+    assert ask(pair, make) == LENGTH - 1
 
 
 def test_an_adapter_that_cannot_be_read_keeps_its_requests_out(

@@ -35,7 +35,9 @@ if TYPE_CHECKING:
 
 SKIP_SAVE = "lmcache.skip_save"
 MAX_NAMES_REPORTED = 100
-MAX_ADAPTERS = 4096
+MAX_ADAPTERS = 65_536
+"""Adapters that a start of the engine may load; the requests of later ones bypass the cache."""
+MAX_KEPT = 4096
 CRYPTOGRAPHIC = frozenset({"sha256", "sha256_cbor"})
 """vLLM's algorithms that nobody can make collide on purpose."""
 
@@ -97,47 +99,53 @@ class UnknownAdapterError(ValueError):
 
 @dataclass(slots=True)
 class _Adapter:
-    stamp: Stamp
     digest: str
+    is_certain: bool = True
 
 
 class Adapters:
-    """Digests of the adapters' files, each computed once.
+    """Digests of the adapters' files, each computed once for each state of them.
 
-    vLLM loads an adapter's files when it first needs an id, keeps them as long as it has room, and
-    may read them anew at any time after that. So files that change under an id leave open which
-    weights the engine computes with.
+    vLLM reads an adapter's files when it first needs an id, keeps them as long as it has room, and
+    may read them anew at any time after that. So when files change under an id, nobody can tell any
+    more which weights the engine computes with. A request that says `load_inplace` makes it read
+    them now.
     """
 
     def __init__(self) -> None:
-        # By vLLM's id, which is a process's own: it names the loading, not the weights.
-        self._known: OrderedDict[tuple[int, str, str], _Adapter] = OrderedDict()
+        # By vLLM's id, which is a process's own: it names the loading, not the weights. None is
+        # ever forgotten: it would be taken for a new one.
+        self._loaded: dict[tuple[int, str, str], _Adapter] = {}
         self._digests: OrderedDict[tuple[str, Stamp], str] = OrderedDict()
 
     def digest(self, adapter: LoRARequest) -> str:
-        """Digest of the files that the engine loads, or has loaded, for this adapter.
+        """Digest of the files that the engine has loaded, or will load, for this adapter.
 
         Raises:
             UnknownAdapterError: They cannot be read here, or have changed since they were loaded.
         """
         try:
             folder = _adapter_folder(adapter.lora_path)
-            stamp = adapter_stamp(folder)
-            loaded = (adapter.lora_int_id, adapter.lora_name, adapter.lora_path)
-            known = self._known.get(loaded)
-            if known is None:
-                known = _Adapter(stamp, self._digest_of(folder, stamp))
-                _keep(self._known, loaded, known)
+            found = self._digest_of(folder, adapter_stamp(folder))
         except OSError as error:
             raise UnknownAdapterError(
                 f"the files of adapter {adapter.lora_name!r} cannot be read ({error})"
             ) from error
-        if known.stamp != stamp:
+        name = (adapter.lora_int_id, adapter.lora_name, adapter.lora_path)
+        loaded = self._loaded.get(name)
+        if loaded is None or adapter.load_inplace:
+            if loaded is None and len(self._loaded) >= MAX_ADAPTERS:
+                raise UnknownAdapterError(f"more than {MAX_ADAPTERS} adapters have been loaded")
+            loaded = self._loaded[name] = _Adapter(found)
+        if loaded.digest != found:
+            # For good: what was read in the meantime stays in the engine when the files come back.
+            loaded.is_certain = False
+        if not loaded.is_certain:
             raise UnknownAdapterError(
                 f"the files of adapter {adapter.lora_name!r} have changed since vLLM was first "
-                "asked for it; load it again under another id, or reset the cache"
+                "asked for it; load it again under another id"
             )
-        return known.digest
+        return found
 
     def _digest_of(self, folder: Path, stamp: Stamp) -> str:
         place = (str(folder), stamp)
@@ -149,14 +157,10 @@ class Adapters:
             _keep(self._digests, place, digest)
         return digest
 
-    def forget(self) -> None:
-        """Takes all adapters for new ones: the operator says that weights have changed."""
-        self._known.clear()
-
 
 def _keep(known: OrderedDict[Any, Any], key: object, value: object) -> None:
     known[key] = value
-    if len(known) > MAX_ADAPTERS:
+    if len(known) > MAX_KEPT:
         known.popitem(last=False)
 
 
@@ -263,7 +267,6 @@ class Identities:
         """
         self.epoch = secrets.token_hex(16)
         self._namespaces.clear()
-        self._adapters.forget()
 
     def _namespace(self, adapter: str) -> Namespaces:
         namespaces = self._namespaces.get(adapter)
