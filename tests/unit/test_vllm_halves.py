@@ -7,9 +7,9 @@ are called off, chunks that vanish under a promise, requests that end at any mom
 from __future__ import annotations
 
 import itertools
+import pathlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
 import torch
@@ -448,7 +448,7 @@ def test_roles_store_and_load_as_they_say(pair: Pair, hits: int) -> None:
     pair.assert_idle()
 
 
-def test_identities_never_mix_and_each_repeats(pair: Pair, tmp_path: Path) -> None:
+def test_identities_never_mix_and_each_repeats(pair: Pair, tmp_path: pathlib.Path) -> None:
     def lora(name: str, path: str) -> LoRARequest:
         folder = tmp_path / path
         folder.mkdir(exist_ok=True)
