@@ -128,7 +128,7 @@ class LMCacheManager:
             self.worker.plan,
             self.config.chunk_size,
             self.config.chain,
-            self.config.pre_caching_hash_algorithm,
+            self.config.pre_caching_hash_algorithm if self.config.chain == "own" else "vLLM's",
         )
         self._say(
             "capacity %.2f GB = %d tokens of this model on rank 0, the same in total; "
