@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 WINDOW_BYTES: Final = 4096
-WINDOWS: Final = 8192
+WINDOWS: Final = 32_768
 """Windows over all files of a model, shared out by size."""
 MIN_WINDOWS: Final = 2
 WHOLE_BYTES: Final = 256 << 20
