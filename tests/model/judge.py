@@ -146,7 +146,8 @@ class Judge:
             require(not stray, "a load writes promised slots only", f"layer {layer}", stray)
         promised_blocks: set[int] = set()
         for req_id, promise in promises.items():
-            slots = promise.slots(memory)
+            # What lies behind the window has no block.
+            slots = {slot for slot in promise.slots(memory) if slot >= BLOCK}
             promised_blocks |= {slot // BLOCK for slot in slots}
             for layer, written in enumerate(outcome.written):
                 missing = {slot // BLOCK for slot in slots - written}

@@ -19,6 +19,7 @@ from lmcache_rs.key import Namespaces
 from lmcache_rs.token_database import resolve_none_hash
 from lmcache_rs.vllm_v1 import compat
 from lmcache_rs.vllm_v1.metadata import (
+    NULL_BLOCK,
     LMCacheConnectorMetadata,
     LMCacheWorkerMetadata,
     LoadSpec,
@@ -35,8 +36,6 @@ if TYPE_CHECKING:
     from lmcache_rs.config import LMCacheEngineConfig, LMCacheMetadata
     from lmcache_rs.vllm_v1.faults import Faults
 
-NULL_BLOCK = 0
-"""vLLM's placeholder in a block table: it holds no KV."""
 LOG_LINES_PER_SECOND = 20
 STEPS_IN_FLIGHT = 2
 """Steps that vLLM describes at most before it hears of the first one's outcome."""
@@ -216,7 +215,7 @@ class LMCacheSchedulerHalf:
             except Exception as error:
                 self.faults.note("build_connector_meta", error)
                 if load_spec is not None:
-                    metadata.unloadable_block_ids.update(block_ids)
+                    metadata.unloadable_block_ids.update(set(block_ids) - {NULL_BLOCK})
                 continue
             if req is not None:
                 metadata.requests.append(req)
