@@ -178,7 +178,8 @@ class Judge:
                 continue
             blocks = promise.table[promise.start // BLOCK : -(-promise.end // BLOCK)]
             at = next((at for at, block in enumerate(blocks) if block in failed_blocks), None)
-            if at is None:
+            # Behind a window it may have been any chunk before that block.
+            if at is None or blocks[0] < 1:
                 continue
             chunk = (promise.start + at * BLOCK) // CHUNK
             failed_hash = req.hashes[chunk * HASH_BYTES : (chunk + 1) * HASH_BYTES]

@@ -8,7 +8,7 @@ import itertools
 import random
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
 from vllm.config import KVTransferConfig, VllmConfig
@@ -160,10 +160,10 @@ def vllm_config(settings: Settings) -> VllmConfig:
 
 def kv_cache_config(settings: Settings) -> KVCacheConfig:
     """One group of layers."""
-    shape = dict(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
-    spec: KVCacheSpec = FullAttentionSpec(**shape)
+    shape: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 1}
+    spec: KVCacheSpec = FullAttentionSpec(**shape, dtype=torch.float32)
     if settings.window:
-        spec = SlidingWindowSpec(**shape, sliding_window=settings.window)
+        spec = SlidingWindowSpec(**shape, dtype=torch.float32, sliding_window=settings.window)
     return KVCacheConfig(
         num_blocks=settings.num_blocks,
         kv_cache_tensors=[],
