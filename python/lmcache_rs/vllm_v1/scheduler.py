@@ -8,7 +8,6 @@ holds under the request's id.
 from __future__ import annotations
 
 import collections
-import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -321,15 +320,16 @@ class LMCacheSchedulerHalf:
         block again; the others would go on with what they had from that one, even if it ends now.
         """
         failed = set(invalid_block_ids)
-        for req_id, table in itertools.chain.from_iterable(
-            tables.items() for _, tables in self._last_tables
-        ):
-            first = next((at for at, block in enumerate(table) if block in invalid_block_ids), None)
-            if first is None:
-                continue
-            failed.update(table[first:])
+        newest: dict[str, list[int]] = {}
+        for _, tables in self._last_tables:
+            newest |= tables
+            for table in tables.values():
+                failed.update(table[_first_of(invalid_block_ids, table) :])
+        for req_id, table in newest.items():
+            # An older table may name blocks that are somebody else's by now.
+            first = _first_of(invalid_block_ids, table)
             tracker = self._trackers.get(req_id)
-            if tracker is not None:
+            if tracker is not None and first < len(table):
                 compat.recompute_from(tracker.request, first * self._block_tokens)
         failed.discard(NULL_BLOCK)
         if self._evict_blocks is not None:
@@ -414,3 +414,8 @@ class LMCacheSchedulerHalf:
         )
         self._trackers[request.request_id] = tracker
         return tracker
+
+
+def _first_of(block_ids: set[int], table: list[int]) -> int:
+    """Where the first of these blocks is in a block table; its end if none is."""
+    return next((at for at, block in enumerate(table) if block in block_ids), len(table))
