@@ -80,7 +80,7 @@ class Engine:
         assert isinstance(worker, LMCacheConnectorV1Dynamic)
         worker.register_kv_caches(self.memory.tensors)
         self.worker = worker
-        self.runner = Runner(worker, self.memory, self._identities.__getitem__)
+        self.runner = Runner(worker, self.memory, self._identities.__getitem__, settings.window)
         scheduler_class = AsyncScheduler if settings.is_async else Scheduler
         self.scheduler: Scheduler = scheduler_class(
             config,

@@ -146,7 +146,8 @@ class Judge:
             require(not stray, "a load writes promised slots only", f"layer {layer}", stray)
         promised_blocks: set[int] = set()
         for req_id, promise in promises.items():
-            slots = promise.slots(memory)
+            # What lies behind the window has no block.
+            slots = {slot for slot in promise.slots(memory) if slot >= BLOCK}
             promised_blocks |= {slot // BLOCK for slot in slots}
             for layer, written in enumerate(outcome.written):
                 missing = {slot // BLOCK for slot in slots - written}
@@ -177,7 +178,8 @@ class Judge:
                 continue
             blocks = promise.table[promise.start // BLOCK : -(-promise.end // BLOCK)]
             at = next((at for at, block in enumerate(blocks) if block in failed_blocks), None)
-            if at is None:
+            # Behind a window it may have been any chunk before that block.
+            if at is None or blocks[0] < 1:
                 continue
             chunk = (promise.start + at * BLOCK) // CHUNK
             failed_hash = req.hashes[chunk * HASH_BYTES : (chunk + 1) * HASH_BYTES]

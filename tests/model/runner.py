@@ -67,6 +67,7 @@ class Runner:
         worker: The connector in its WORKER role.
         memory: The engine's KV memory, registered with it.
         identity_of: What besides the tokens decides a request's KV.
+        window: Tokens that attention reaches back; 0 for all.
     """
 
     def __init__(
@@ -74,11 +75,13 @@ class Runner:
         worker: KVConnectorBase_V1,
         memory: PagedMemory,
         identity_of: Callable[[str], str],
+        window: int = 0,
     ) -> None:
         self.worker = worker
         self.memory = memory
         self.sequences: dict[str, Sequence] = {}
         self._identity_of = identity_of
+        self._window = window
 
     def execute(self, scheduled: SchedulerOutput) -> Outcome:
         """One step, with all the hooks around and in it."""
@@ -167,9 +170,10 @@ class Runner:
                 cells[where[run.start :]] = new if run.first_wrong is None else garbage(new)
             for run, own, where in zip(passes, kv, slots, strict=True):
                 if run.first_wrong is None:
-                    wrong = cells[where] != own[layer]
+                    first = max(0, run.start - self._window + 1) if self._window else 0
+                    wrong = cells[where[first:]] != own[layer, first:]
                     if wrong.any():
-                        run.first_wrong = int(np.argmax(wrong))
+                        run.first_wrong = first + int(np.argmax(wrong))
             self.worker.save_kv_layer(name, memory.tensors[name], None)
         return written
 

@@ -94,9 +94,10 @@ class Schedule:
         self._resets = draw.choice((0.0, 0.05, 0.2))
         self._losses = draw.choice((0.0, 0.0, 0.05))
         self._failures = draw.choice((0.0, 0.0, 0.3, 0.8))
-        if self.settings.is_async and self.settings.recompute:
-            # vLLM 0.32 itself goes wrong there: what a step under way computes on the failed blocks
-            # it delivers, and goes on with.
+        if self.settings.window or (self.settings.recompute and self.settings.is_async):
+            # vLLM 0.32 has no way to hear of it. With a step under way, what that computes on the
+            # failed blocks is delivered. Behind a window, what was computed on them is another
+            # request's hit that does not name them, and what they need is no longer there.
             self._failures = 0.0
         self._aborts_after_failure = draw.choice((0.0, 0.5))
         # vLLM 0.32 itself goes wrong where a streamed prompt's answer ends among agreed drafts.

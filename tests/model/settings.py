@@ -8,12 +8,18 @@ import itertools
 import random
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    SlidingWindowSpec,
+)
 from world import BLOCK, CHUNK, CHUNK_BYTES, LAYER_NAMES
 
 from lmcache_rs.vllm_v1.worker import LMCacheWorkerHalf
@@ -45,6 +51,8 @@ class Settings:
         lookup_delay: How often the first asks for a request go unanswered, 0 to 1.
         num_drafts: Tokens that speculative decoding guesses; not with `is_async`.
         layerwise: Whether loads and saves go layer by layer, beside the forward pass.
+        window: Tokens that attention reaches back, its own included; 0 for all. Blocks behind it
+            leave the block table.
     """
 
     is_async: bool = False
@@ -61,6 +69,7 @@ class Settings:
     lookup_delay: float = 0.0
     num_drafts: int = 0
     layerwise: bool = False
+    window: int = 0
 
     @classmethod
     def drawn(cls, draw: random.Random) -> Self:
@@ -81,6 +90,7 @@ class Settings:
             lookup_delay=draw.choice((0.0, 0.0, 0.5)),
             num_drafts=draw.choice((0, 0, 0, 3)) * (not is_async),
             layerwise=draw.random() < 0.4 and GOES_LAYER_BY_LAYER,
+            window=draw.choice((0, 0, 0, 0, CHUNK + 1)),
         )
 
     def but(self, **changes: object) -> Settings:
@@ -149,8 +159,11 @@ def vllm_config(settings: Settings) -> VllmConfig:
 
 
 def kv_cache_config(settings: Settings) -> KVCacheConfig:
-    """One group of layers with full attention."""
-    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
+    """One group of layers."""
+    shape: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 1}
+    spec: KVCacheSpec = FullAttentionSpec(**shape, dtype=torch.float32)
+    if settings.window:
+        spec = SlidingWindowSpec(**shape, dtype=torch.float32, sliding_window=settings.window)
     return KVCacheConfig(
         num_blocks=settings.num_blocks,
         kv_cache_tensors=[],

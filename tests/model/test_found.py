@@ -91,3 +91,22 @@ def test_what_was_computed_on_failed_blocks_is_forgotten_with_a_step_under_way(
         while engine.scheduler.has_requests():
             engine.step()
     engine.finish()
+
+
+def test_a_failed_load_does_not_name_the_placeholder_of_what_left_the_window(
+    engines: list[Engine],
+) -> None:
+    """vLLM would end every request that has it in its table, loads or not."""
+    settings = Settings(window=CHUNK + 1, recompute=False)
+    engine = Engine(settings, before_loads=lambda _: lose_all(engine))
+    engines.append(engine)
+    cooled(engine, TEXT[: 3 * CHUNK + 1])
+    other = [2, *TEXT[: 3 * CHUNK]]
+    engine.add(request("other", other, 12), "")
+    for _ in range(3):
+        engine.step()
+    engine.add(request("loads", TEXT[: 3 * CHUNK + 1]), "")
+    engine.step()
+    assert engine.judge.seen["failed loads"] == 1
+    assert set(engine.scheduler.requests) == {"other"}
+    engine.finish()

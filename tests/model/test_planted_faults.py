@@ -21,7 +21,7 @@ from lmcache_rs.vllm_v1 import compat, connector, metadata, worker
 from lmcache_rs.vllm_v1.scheduler import LMCacheSchedulerHalf
 from lmcache_rs.vllm_v1.worker import LMCacheWorkerHalf
 
-MOST_SCHEDULES = 1000
+MOST_SCHEDULES = 2000
 Plant = Callable[[pytest.MonkeyPatch], None]
 FAULTS: dict[str, tuple[Plant, tuple[str, ...]]] = {}
 
@@ -151,7 +151,7 @@ def the_first_failed_block_is_not_reported(plant: pytest.MonkeyPatch) -> None:
     plant.setattr(worker, "failed_blocks", one_late)
 
 
-@fault("blocks that were delivered are not reported")
+@fault("blocks that were delivered are not reported", "only promised blocks are reported")
 def a_delivered_block_is_reported(plant: pytest.MonkeyPatch) -> None:
     def one_early(ids: list[int], block_tokens: int, loaded_end: int, end: int) -> set[int]:
         return metadata.failed_blocks(ids, block_tokens, max(loaded_end - BLOCK, 0), end)
@@ -229,7 +229,11 @@ def a_step_described_before_a_failure_was_heard_of_is_saved(plant: pytest.Monkey
     plant.setattr(LMCacheWorkerHalf, "wait_for_save", forgetful)
 
 
-@fault("a stored chunk holds the KV of its prefix", "a load writes promised slots only")
+@fault(
+    "a stored chunk holds the KV of its prefix",
+    "a load writes promised slots only",
+    "what was promised is delivered or reported",
+)
 def block_tables_are_only_ever_appended_to(plant: pytest.MonkeyPatch) -> None:
     current = compat.block_table
     tables: dict[str, list[int]] = {}

@@ -10,6 +10,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+NULL_BLOCK = 0
+"""vLLM's placeholder in a block table: it holds no KV."""
+
 
 @dataclass
 class LoadSpec:
@@ -98,12 +101,16 @@ class LMCacheConnectorMetadata(KVConnectorMetadata):
 def failed_blocks(
     block_ids: list[int], block_tokens: int, loaded_end: int, promised_end: int
 ) -> set[int]:
-    """Ids of the blocks that hold any token from `loaded_end` to `promised_end`."""
+    """Ids of the blocks that hold any token from `loaded_end` to `promised_end`.
+
+    The placeholder of tokens that a sliding window has left behind is not one of them: it stands in
+    the tables of requests that have nothing to do with the failure.
+    """
     if loaded_end >= promised_end:
         return set()
     first = loaded_end // block_tokens
     last = -(-promised_end // block_tokens)
-    return set(block_ids[first:last])
+    return set(block_ids[first:last]) - {NULL_BLOCK}
 
 
 @dataclass

@@ -8,7 +8,6 @@ holds under the request's id.
 from __future__ import annotations
 
 import collections
-import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from lmcache_rs import _native, lookup
 from lmcache_rs.vllm_v1 import compat
 from lmcache_rs.vllm_v1.identity import Chain, Identities, NoExtraKeys, RequestIdentity
 from lmcache_rs.vllm_v1.metadata import (
+    NULL_BLOCK,
     LMCacheConnectorMetadata,
     LMCacheWorkerMetadata,
     LoadSpec,
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from lmcache_rs.config import LMCacheEngineConfig, LMCacheMetadata
     from lmcache_rs.vllm_v1.faults import Faults
 
-NULL_BLOCK = 0
-"""vLLM's placeholder in a block table: it holds no KV."""
 LOG_LINES_PER_SECOND = 20
 STEPS_IN_FLIGHT = 2
 """Steps that vLLM describes at most before it hears of the first one's outcome."""
@@ -219,7 +217,7 @@ class LMCacheSchedulerHalf:
             except Exception as error:
                 self.faults.note("build_connector_meta", error)
                 if load_spec is not None:
-                    metadata.unloadable_block_ids.update(block_ids)
+                    metadata.unloadable_block_ids.update(set(block_ids) - {NULL_BLOCK})
                 continue
             if req is not None:
                 metadata.requests.append(req)
@@ -345,15 +343,16 @@ class LMCacheSchedulerHalf:
         block again; the others would go on with what they had from that one, even if it ends now.
         """
         failed = set(invalid_block_ids)
-        for req_id, table in itertools.chain.from_iterable(
-            tables.items() for _, tables in self._last_tables
-        ):
-            first = next((at for at, block in enumerate(table) if block in invalid_block_ids), None)
-            if first is None:
-                continue
-            failed.update(table[first:])
+        newest: dict[str, list[int]] = {}
+        for _, tables in self._last_tables:
+            newest |= tables
+            for table in tables.values():
+                failed.update(table[_first_of(invalid_block_ids, table) :])
+        for req_id, table in newest.items():
+            # An older table may name blocks that are somebody else's by now.
+            first = _first_of(invalid_block_ids, table)
             tracker = self._trackers.get(req_id)
-            if tracker is not None:
+            if tracker is not None and first < len(table):
                 compat.recompute_from(tracker.request, first * self._block_tokens)
         failed.discard(NULL_BLOCK)
         if self._evict_blocks is not None:
@@ -441,3 +440,8 @@ class LMCacheSchedulerHalf:
         )
         self._trackers[request.request_id] = tracker
         return tracker
+
+
+def _first_of(block_ids: set[int], table: list[int]) -> int:
+    """Where the first of these blocks is in a block table; its end if none is."""
+    return next((at for at, block in enumerate(table) if block in block_ids), len(table))
