@@ -143,8 +143,15 @@ class LMCacheConnectorV1Dynamic(KVConnectorBase_V1):
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks that do not hold what was promised."""
         unserved, self._unserved_block_ids = self._unserved_block_ids, set()
-        worker = self._manager.worker
-        return unserved if worker is None else unserved | worker.take_failed_block_ids()
+        worker, metadata = self._manager.worker, self._bound_metadata()
+        if worker is None:
+            return unserved
+        try:
+            return unserved | worker.take_failed_block_ids()
+        except Exception as error:
+            self._manager.faults.note("get_block_ids_with_load_errors", error)
+            promised = set() if metadata is None else self._manager.promised_block_ids(metadata)
+            return unserved | promised
 
     def build_connector_worker_meta(self) -> LMCacheWorkerMetadata | None:
         """What the step stored and loaded."""
