@@ -343,3 +343,20 @@ def test_caches_that_are_no_tensors_are_named(engine: LMCacheEngine) -> None:
     by_name = {f"layer.{at}": cache for at, cache in enumerate(caches())}
     with pytest.raises(TypeError, match="a str where a tensor is due"):
         engine.store(TOKENS, kvcaches=by_name, slot_mapping=slots())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("end", ["clear", "close"])
+def test_what_was_copied_before_a_clear_or_close_does_not_appear_after_it(end: str) -> None:
+    engine, where = make(), slots(1)
+    storer = engine.store_layer(TOKENS, kvcaches=caches(1), slot_mapping=where)
+    next(storer)
+    next(storer)
+    getattr(engine, end)()
+    assert len(list(storer)) == LAYERS - 1
+    assert_idle(engine)
+    assert engine.local_cpu is not None
+    assert engine.local_cpu.audit()["chunks"] == 0
+    if end == "clear":
+        assert engine.lookup(TOKENS) == 0
+        assert engine.store(TOKENS, kvcaches=caches(1), slot_mapping=where) == 16
+        engine.close()

@@ -307,10 +307,10 @@ def test_a_pass_that_raised_saves_nothing(
     if is_in_handler:
         # One error, raised by two passes: a future's, for example.
         error = KeyError("kept")
-        with pytest.raises(KeyError, match="kept"):
-            try:
-                raise error
-            except KeyError:
+        try:
+            raise error
+        except KeyError:
+            with pytest.raises(KeyError, match="kept"):
                 run(metadata, error)
         assert pair.worker.counters()["stored_chunks"] == 0
     _, metadata = admit(pair, 2 * CHUNK, seed=4)
