@@ -66,15 +66,17 @@ def retrieve_layer(
         if asked is not None and step is not None:
             end, _, _ = step.add_load(namespace=asked.namespace, hashes=asked.hashes, **asked.where)
             step.start_loads()
-        yield int(engine._ret_mask(num_tokens, asked, end).sum())
+        # Made now: the caller may use its slot mapping for something else while we are at work.
+        ret_mask = engine._ret_mask(num_tokens, asked, end)
+        yield int(ret_mask.sum())
         for layer in range(num_layers):
             if step is not None:
                 step.wait(layer)
             yield None
         for loaded_end, _, _ in [] if step is None else step.finish_loads():
-            end = loaded_end
+            ret_mask[loaded_end:] = False
         yield None
-        yield engine._ret_mask(num_tokens, asked, end)
+        yield ret_mask
     finally:
         if step is not None:
             step.close()

@@ -6,7 +6,7 @@ import gc
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from tiers import DEADLINE_S, PAGE, DictBackend, chain, key
 from lmcache_rs import CacheEngineKey, StorageManager
 from lmcache_rs.layouts import MemoryFormat, StoredForm
 from lmcache_rs.storage.record import ChunkRecord
+from lmcache_rs.storage.tier import Arrival, BackendTier
 
 
 def faults(store: StorageManager) -> dict[str, int]:
@@ -398,3 +399,86 @@ def test_a_fault_is_logged_with_kind_tier_key_and_errno_once_in_a_while(
     (record,) = caplog.records
     for part in ("'error'", "tier t0", "put of model=m", "no space", "errno 28"):
         assert part in record.getMessage()
+
+
+class Mute(Exception):
+    """Has no text."""
+
+    def __repr__(self) -> str:
+        raise ValueError("no text")
+
+    __str__ = __repr__
+
+
+def _refuse(_: logging.LogRecord) -> bool:
+    raise ValueError("a filter that raises")
+
+
+@pytest.mark.parametrize("untold", ["exception", "filter"])
+@pytest.mark.parametrize("verb", ["put", "get"])
+def test_what_cannot_be_logged_is_counted_and_the_tier_goes_on(verb: str, untold: str) -> None:
+    backend = Raising(verb, Mute() if untold == "exception" else OSError(5, "disk"))
+    store = manager(backend)
+    put(store, chain(1), b"1")
+    forget_in_l1(store, key(1))
+    log = logging.getLogger("lmcache_rs")
+    if untold == "filter":
+        log.addFilter(_refuse)
+    try:
+        backend.armed = True
+        put(store, chain(2), b"2")
+        assert got(store, key(1)) == [b"1" if verb == "put" else None]
+    finally:
+        log.removeFilter(_refuse)
+    assert faults(store) == {"error": 1}
+    backend.armed = False
+    forget_in_l1(store, key(1)) if verb == "put" else None
+    assert got(store, key(1)) == [b"1"]
+    assert_all_free(store)
+
+
+def test_a_thread_that_cannot_be_had_is_a_miss_and_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    store = manager(DictBackend())
+    with monkeypatch.context() as without:
+        without.setattr(threading.Thread, "start", refuse)
+        put(store, chain(1), b"1")
+        forget_in_l1(store, key(1))
+        assert got(store, key(1)) == [None]
+        assert not manager(DictBackend()).close(DEADLINE_S)
+    assert faults(store) == {"no_thread": 2}
+    assert store.stats()["t0"]["dropped_chunks"] == 1
+    put(store, chain(1), b"1")
+    forget_in_l1(store, key(1))
+    assert got(store, key(1)) == [b"1"]
+    assert_all_free(store)
+
+
+def test_a_close_between_reading_and_publishing_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = manager(DictBackend())
+    put(store, chain(1, 2), b"1", b"2")
+    forget_in_l1(store, *chain(1, 2))
+    tier = store.backends["t0"]
+    assert isinstance(tier, BackendTier)
+    fetch = tier.fetch
+
+    def fetch_and_close(keys: Sequence[CacheEngineKey]) -> list[Arrival]:
+        arrived = fetch(keys)
+        store.close(DEADLINE_S)
+        return arrived
+
+    monkeypatch.setattr(tier, "fetch", fetch_and_close)
+    assert got(store, *chain(1, 2)) == [None, None]
+
+
+def test_deadlines_that_never_come_are_waited_for() -> None:
+    store = manager(DictBackend(), deadline_s=float("inf"))
+    put(store, chain(1), b"1")
+    forget_in_l1(store, key(1))
+    assert got(store, key(1)) == [b"1"]
+    assert store.flush(float("inf"))
+    assert store.close(float("inf"))

@@ -23,7 +23,8 @@ from lmcache_rs import (
     StorageManager,
     _native,
 )
-from lmcache_rs.storage import LocalCPUBackend, StorageBackend
+from lmcache_rs.layouts import StoredForm
+from lmcache_rs.storage import LocalCPUBackend, MemoryObjMetadata, StorageBackend
 from lmcache_rs.storage.tier import BackendTier
 
 L1 = "LocalCPUBackend"
@@ -359,6 +360,52 @@ def test_positions_are_one_int64_a_token() -> None:
             )
 
 
+def test_positions_of_metadata_given_by_hand_stay_with_the_memory() -> None:
+    store = manager(DictBackend())
+    positions = torch.arange(5) + 7
+    shape, fmt = (3, 5, 8), MemoryFormat.KV_MLA_FMT
+    metadata = MemoryObjMetadata(shape, torch.float32, fmt, cached_positions=positions)
+    raw = store.batched_allocate([metadata.nbytes])
+    assert raw is not None
+    store.batched_put(chain(1), [MemoryObj(raw[0], metadata)])
+    assert store.flush(DEADLINE_S)
+    for _ in ("from L1", "from below"):
+        (found,) = store.batched_get(chain(1))
+        assert found is not None
+        assert found.cached_positions is not None
+        assert torch.equal(found.cached_positions, positions)
+        forget_in_l1(store, key(1))
+
+
+def test_mere_bytes_with_positions_come_back_from_below() -> None:
+    store = manager(DictBackend())
+    objects = store.batched_allocate([16])
+    assert objects is not None
+    objects[0].set_positions([4, 5])
+    store.batched_put(chain(1), objects)
+    assert store.flush(DEADLINE_S)
+    stored = objects[0].to_bytes()
+    forget_in_l1(store, key(1))
+    (found,) = store.batched_get(chain(1))
+    assert found is not None
+    assert (found.to_bytes(), found.positions) == (stored, objects[0].positions)
+
+
+@pytest.mark.parametrize("tier", [L1, "t0"])
+def test_mere_bytes_are_given_whatever_else_their_namespace_holds(tier: str) -> None:
+    store = manager(DictBackend())
+    put(store, chain(1), b"123")
+    if tier != L1:
+        forget_in_l1(store, key(1))
+    objects = store.batched_allocate((3, 5, 8), torch.float32, MemoryFormat.KV_MLA_FMT)
+    assert objects is not None
+    store.batched_put(chain(2), objects)
+    assert got(store, *chain(1, 2)) == [b"123", objects[0].to_bytes()]
+    (found,) = store.batched_get(chain(1))
+    assert found is not None
+    assert found.metadata is None
+
+
 def test_chunks_are_read_layer_by_layer_from_any_tier() -> None:
     store = manager(DictBackend())
     objects = store.batched_allocate((4, 5, 2, 8), torch.float32, MemoryFormat.KV_T2D, 3)
@@ -399,13 +446,16 @@ def test_a_layer_that_is_missing_is_none_and_wrong_layers_are_named() -> None:
         assert [view and view.nbytes for view in views] == [8, None, None]
     assert list(store.layerwise_batched_get([])) == []
     assert list(store.layerwise_batched_get(chain(7))) == []
+    form = StoredForm(MemoryFormat.KV_MLA_FMT, 4, 8, "float32")
+    told = StorageManager(store._config, form=form)
+    assert list(told.layerwise_batched_get(chain(7, 8))) == [[None, None]] * 4
     with pytest.raises(RuntimeError, match="no shape"):
         list(store.layerwise_batched_get(chain(1)))
     with pytest.raises(ValueError, match="different chunks"):
         list(store.layerwise_batched_get([chain(1), chain(2)]))
     (found,) = store.batched_get(chain(1))
     assert found is not None
-    for layer, num_layers, match in ((4, 4, "none of 4"), (0, 3, "32 bytes")):
+    for layer, num_layers, match in ((4, 4, "none of 4"), (0, 3, "32 bytes"), (0, -1, "one of -1")):
         with pytest.raises(ValueError, match=match):
             found.layer(layer, num_layers)
 
@@ -482,12 +532,22 @@ def test_backends_are_added_under_names_of_their_own() -> None:
         store.add_backend("t0", DictBackend())
     with pytest.raises(TypeError, match="StorageBackend, not dict"):
         store.add_backend("x", {})  # type: ignore[arg-type]
-    for wrong in ({"deadline_s": 0}, {"max_queued_bytes": 0}):
+    for wrong in ({"deadline_s": 0}, {"deadline_s": float("nan")}, {"max_queued_bytes": 0}):
         with pytest.raises(ValueError, match="above 0"):
             store.add_backend("x", DictBackend(), **wrong)  # type: ignore[arg-type]
     store.close(DEADLINE_S)
     with pytest.raises(RuntimeError, match="closed"):
         store.add_backend("x", DictBackend())
+
+
+def test_a_backend_is_one_tier_so_that_one_thread_calls_it() -> None:
+    backend, tier = DictBackend(), LocalCPUBackend(_native.LocalCpu(4 * PAGE, 1000))
+    store = manager(backend)
+    store.add_backend("tier", tier)
+    for again, name in ((backend, "t0"), (tier, "tier")):
+        with pytest.raises(ValueError, match=f"is tier '{name}' already"):
+            store.add_backend("again", again)
+    assert store.close(DEADLINE_S)
 
 
 def test_a_store_that_is_dropped_takes_its_threads_along() -> None:

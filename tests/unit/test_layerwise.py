@@ -302,3 +302,61 @@ def test_a_copier_needs_a_rate_above_nothing_and_ends_more_than_once() -> None:
     copier = _native.Copier()
     copier.close()
     copier.close()
+
+
+@pytest.mark.parametrize("as_list", [False, True])
+def test_ret_mask_is_of_the_slots_that_were_given(engine: LMCacheEngine, as_list: bool) -> None:
+    source, where = caches(1), slots(1)
+    engine.store(TOKENS, kvcaches=source, slot_mapping=where)
+    given = where.clone()
+    given[3] = -1
+    mapping = given.tolist() if as_list else given
+    retriever = engine.retrieve_layer(TOKENS, kvcaches=caches(2), slot_mapping=mapping)
+    assert next(retriever) == 15
+    # A buffer of the engine's, which it fills for its next call.
+    mapping[3] = int(where[3])
+    *_, ret_mask = retriever
+    assert isinstance(ret_mask, torch.Tensor)
+    assert ret_mask.tolist() == [at < 16 and at != 3 for at in range(20)]
+
+
+def test_tensors_keep_their_memory_for_a_generator_whatever_they_are_given(
+    engine: LMCacheEngine,
+) -> None:
+    source, where = caches(1), slots(1)
+    wanted = [kv(cache, where).clone() for cache in source]
+    storer = engine.store_layer(TOKENS, kvcaches=source, slot_mapping=where)
+    next(storer)
+    for cache in source:
+        cache.data = torch.empty(0)
+    # Takes the memory that is free.
+    noise = [torch.full((2, BLOCKS, BLOCK, HEADS, HEAD), 7.0) for _ in range(8 * LAYERS)]
+    assert len(list(storer)) == LAYERS
+    del noise
+    target = caches(2)
+    assert engine.retrieve(TOKENS, kvcaches=target, slot_mapping=where).sum() == 16
+    for cache, rows in zip(target, wanted, strict=True):
+        assert torch.equal(kv(cache, where)[:, :16], rows[:, :16])
+
+
+def test_caches_that_are_no_tensors_are_named(engine: LMCacheEngine) -> None:
+    by_name = {f"layer.{at}": cache for at, cache in enumerate(caches())}
+    with pytest.raises(TypeError, match="a str where a tensor is due"):
+        engine.store(TOKENS, kvcaches=by_name, slot_mapping=slots())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("end", ["clear", "close"])
+def test_what_was_copied_before_a_clear_or_close_does_not_appear_after_it(end: str) -> None:
+    engine, where = make(), slots(1)
+    storer = engine.store_layer(TOKENS, kvcaches=caches(1), slot_mapping=where)
+    next(storer)
+    next(storer)
+    getattr(engine, end)()
+    assert len(list(storer)) == LAYERS - 1
+    assert_idle(engine)
+    assert engine.local_cpu is not None
+    assert engine.local_cpu.audit()["chunks"] == 0
+    if end == "clear":
+        assert engine.lookup(TOKENS) == 0
+        assert engine.store(TOKENS, kvcaches=caches(1), slot_mapping=where) == 16
+        engine.close()

@@ -16,7 +16,7 @@ from test_vllm_halves import BLOCK, CHUNK, LAYER_NAMES, Pair, new_request, promi
 from vllm.v1.request import Request
 
 from lmcache_rs import _native
-from lmcache_rs.vllm_v1 import LMCacheConnectorV1Dynamic
+from lmcache_rs.vllm_v1 import LMCacheConnectorV1Dynamic, compat
 from lmcache_rs.vllm_v1.metadata import LMCacheConnectorMetadata
 
 FIRST, LAST = LAYER_NAMES[0], LAYER_NAMES[-1]
@@ -268,7 +268,7 @@ def connector_of(pair: Pair) -> LMCacheConnectorV1Dynamic:
     connector = object.__new__(LMCacheConnectorV1Dynamic)
     connector._connector_metadata = None
     connector._unserved_block_ids = set()
-    connector._error_before_step = None
+    connector._error_before_step = (0, 0)
     connector._manager = SimpleNamespace(  # type: ignore[assignment]
         worker=pair.worker,
         faults=pair.faults,
@@ -303,6 +303,16 @@ def test_a_pass_that_raised_saves_nothing(
     assert pair.worker.counters()["stored_chunks"] == 0
     assert pair.worker.counters()["dropped_saves"] == 1
     assert pair.worker.memory_stats()["reserved_bytes"] == 0
+    _, metadata = admit(pair, 2 * CHUNK, seed=5)
+    if is_in_handler:
+        # One error, raised by two passes: a future's, for example.
+        error = KeyError("kept")
+        try:
+            raise error
+        except KeyError:
+            with pytest.raises(KeyError, match="kept"):
+                run(metadata, error)
+        assert pair.worker.counters()["stored_chunks"] == 0
     _, metadata = admit(pair, 2 * CHUNK, seed=4)
     if is_in_handler:
         # An engine may live inside an except block: that is no failure of the pass.
@@ -441,3 +451,40 @@ def test_whole_graphs_are_ruled_out_where_hooks_must_run(
         assert required(extra) is True
         monkeypatch.setenv("LMCACHE_RS_DISABLE", "1")
         assert required(extra) is False
+
+
+def test_a_fault_in_asking_for_failed_blocks_reports_all_that_was_promised(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request, external = promised(pair)
+    metadata = pair.describe({request: request.num_tokens - external})
+    connector = connector_of(pair)
+    connector.bind_connector_metadata(metadata)
+    connector.start_load_kv(None)  # type: ignore[arg-type]
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(pair.worker, "_finish_loads", fails)
+    assert connector.get_block_ids_with_load_errors() == set(pair.tables[request.request_id][:6])
+
+
+def test_a_fault_that_cannot_be_logged_is_counted_and_does_not_reach_vllm(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: object) -> bool:
+        raise ValueError("a filter that raises")
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("planted")
+
+    _, metadata = admit(pair, 2 * CHUNK)
+    connector = connector_of(pair)
+    connector.bind_connector_metadata(metadata)
+    monkeypatch.setattr(pair.worker, "wait_for_save", fails)
+    compat.logger.addFilter(refuse)
+    try:
+        connector.wait_for_save()
+    finally:
+        compat.logger.removeFilter(refuse)
+    assert pair.faults.counts["wait_for_save"] == 1

@@ -224,7 +224,8 @@ class _Restored:
                     f"chunk {number} has {end - start} tokens and stored positions of shape "
                     f"{list(positions.shape)}; give one a token"
                 )
-            checked.append(positions)
+            # Ours from now on: what the caller writes to its own is not in the next layer.
+            checked.append(positions.clone())
         return tuple(checked)
 
     def rows(self, of_chunks: Sequence[torch.Tensor]) -> torch.Tensor:

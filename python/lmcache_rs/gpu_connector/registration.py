@@ -147,7 +147,7 @@ def _register_tokens(
         heads=axes.heads,
         head_stride=axes.head_stride * element,
         run_bytes=axes.head_size * element,
-        keep_alive=tuple(kvcaches),
+        keep_alive=_owners(kvcaches),
     )
     form = StoredForm(
         fmt=axes.stored_format,
@@ -200,7 +200,7 @@ def _register_opaque(
         block_tokens=block_tokens,
         block_bytes=first[0].numel() * element,
         block_stride=first.stride(0) * element,
-        keep_alive=tuple(kvcaches),
+        keep_alive=_owners(kvcaches),
     )
     form = StoredForm(
         fmt=MemoryFormat.OPAQUE,
@@ -225,6 +225,12 @@ def _register_opaque(
 
 def _dtype_name(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
+
+
+def _owners(kvcaches: Sequence[torch.Tensor]) -> tuple[object, ...]:
+    """What keeps the tensors' memory: a tensor may be given another (`.data = …`, `set_`), and then
+    holds its old one no more."""
+    return tuple((tensor, tensor.untyped_storage()) for tensor in kvcaches)
 
 
 def _address_ranges(kvcaches: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
@@ -361,7 +367,17 @@ def _scratch(registered: RegisteredCache, num_tokens: int) -> _native.MemoryObj:
 
 
 def identity(kvcaches: Sequence[torch.Tensor]) -> tuple[object, ...]:
-    """Tells one set of KV tensors from another: where they lie and how."""
+    """Tells one set of KV tensors from another: where they lie and how.
+
+    Raises:
+        TypeError: They are no tensors.
+    """
+    for tensor in kvcaches:
+        if not hasattr(tensor, "data_ptr"):
+            raise TypeError(
+                f"kvcaches has a {type(tensor).__name__} where a tensor is due; give the tensors "
+                "themselves, one a layer"
+            )
     return tuple((t.data_ptr(), t.shape, t.stride(), t.dtype, t.device) for t in kvcaches)
 
 

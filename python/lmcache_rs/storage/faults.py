@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import logging
 import threading
 import time
@@ -38,7 +39,7 @@ class TierFaults:
         Args:
             reason: What kind of fault it is.
             verb: What was asked of the tier.
-            found: What was found instead of an answer.
+            found: What was found instead of an answer; None: the exception.
             key: The chunk's key, if it is about one.
             error: The exception behind it, if there is one.
         """
@@ -49,14 +50,17 @@ class TierFaults:
             if now - self._said_at.get(reason, -SECONDS_BETWEEN_LINES) < SECONDS_BETWEEN_LINES:
                 return
             self._said_at[reason] = now
-        logger.warning(
-            "lmcache_rs: fault %d of kind %r in tier %s, %s%s, taken as a miss: %s%s",
-            count,
-            reason,
-            self._tier,
-            verb,
-            "" if key is None else f" of {key}",
-            found,
-            f" (errno {error.errno})" if isinstance(error, OSError) and error.errno else "",
-            exc_info=error,
-        )
+        # Counted it is; that it cannot be said (an exception that has no text, a filter of the log
+        # that raises) is no fault of whoever asked the tier.
+        with contextlib.suppress(Exception):
+            logger.warning(
+                "lmcache_rs: fault %d of kind %r in tier %s, %s%s, taken as a miss: %s%s",
+                count,
+                reason,
+                self._tier,
+                verb,
+                "" if key is None else f" of {key}",
+                repr(error) if found is None else found,
+                f" (errno {error.errno})" if isinstance(error, OSError) and error.errno else "",
+                exc_info=error,
+            )

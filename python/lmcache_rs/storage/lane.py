@@ -22,6 +22,9 @@ from lmcache_rs.storage.faults import TierFaults
 
 T = TypeVar("T")
 
+_LONGEST_WAIT_S = threading.TIMEOUT_MAX / 2
+"""For deadlines that are never to come: the system takes no infinite ones."""
+
 
 class Answer(Future[T], Generic[T]):
     """The answer to an ask: there by a deadline, come what may.
@@ -108,7 +111,7 @@ class Lane:
         self._name = name
         self._put = put
         self._end = end
-        self._deadline_s = deadline_s
+        self._deadline_s = min(deadline_s, _LONGEST_WAIT_S)
         self._max_queued_bytes = max_queued_bytes
         self._faults = faults
         self._pid = os.getpid()
@@ -147,9 +150,10 @@ class Lane:
             elif self._in_hand and time.monotonic() - self._since > self._deadline_s:
                 refused = "stalled", "the backend has not come back from an earlier call"
             else:
-                self._asks.append(_Ask(answer, call, verb))  # type: ignore[arg-type]
-                self._start()
-                self._changed.notify_all()
+                refused = self._start()
+                if refused is None:
+                    self._asks.append(_Ask(answer, call, verb))  # type: ignore[arg-type]
+                    self._changed.notify_all()
         if refused is not None:
             reason, found = refused
             self._faults.note(reason, verb, found)
@@ -165,11 +169,15 @@ class Lane:
                 return None
             if self._closing or self._queued_bytes + put.nbytes > self._max_queued_bytes:
                 return False
-            self._puts[name] = put
-            self._queued_bytes += put.nbytes
-            self._start()
-            self._changed.notify_all()
-        return True
+            refused = self._start()
+            if refused is None:
+                self._puts[name] = put
+                self._queued_bytes += put.nbytes
+                self._changed.notify_all()
+        if refused is not None:
+            reason, found = refused
+            self._faults.note(reason, "put", found, key=put.key)
+        return refused is None
 
     def withdraw(self, selects: Callable[[CacheEngineKey], bool]) -> int:
         """Takes the puts of these keys out of the queue; how many there were."""
@@ -199,7 +207,7 @@ class Lane:
         with self._changed:
             if threading.current_thread() is self._thread:
                 return False
-            return self._changed.wait_for(is_done, deadline_s)
+            return self._changed.wait_for(is_done, min(deadline_s, _LONGEST_WAIT_S))
 
     def close(self, deadline_s: float) -> bool:
         """Takes nothing more, makes the puts that wait, ends the backend. Idempotent.
@@ -210,12 +218,17 @@ class Lane:
         self._require_own_process()
         with self._changed:
             self._closing = True
-            self._start()
+            refused = self._start()
             self._changed.notify_all()
             if threading.current_thread() is self._thread:
                 return False
-            ended = self._changed.wait_for(lambda: self._ended, deadline_s)
+            ended = refused is None and self._changed.wait_for(
+                lambda: self._ended, min(deadline_s, _LONGEST_WAIT_S)
+            )
             waiting, dropped = self._give_up()
+        if refused is not None:
+            reason, found = refused
+            self._faults.note(reason, "close", found)
         for answer in waiting:
             answer.settle_as_miss()
         if dropped:
@@ -253,10 +266,16 @@ class Lane:
         self._queued_bytes = 0
         return waiting, dropped
 
-    def _start(self) -> None:
+    def _start(self) -> tuple[str, str] | None:
+        """Starts the thread unless it runs; the reason and what was found, if there can be none."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                return "no_thread", str(error)
+            self._thread = thread
+        return None
 
     def _run(self) -> None:
         while self._take():
@@ -268,9 +287,9 @@ class Lane:
                     in_hand.answer.settle(in_hand.call(in_hand.answer))
             except BaseException as error:  # whatever it is, it is the backend's own
                 if isinstance(in_hand, Put):
-                    self._faults.note("error", "put", repr(error), key=in_hand.key, error=error)
+                    self._faults.note("error", "put", None, key=in_hand.key, error=error)
                 elif in_hand is not None:
-                    self._faults.note("error", in_hand.verb, repr(error), error=error)
+                    self._faults.note("error", in_hand.verb, None, error=error)
                     in_hand.answer.settle_as_miss()
                 # Whoever keeps the exception does not keep what its frames held.
                 traceback.clear_frames(error.__traceback__)
@@ -282,7 +301,7 @@ class Lane:
         try:
             self._end()
         except BaseException as error:
-            self._faults.note("error", "close", repr(error), error=error)
+            self._faults.note("error", "close", None, error=error)
         with self._changed:
             self._ended = True
             self._changed.notify_all()

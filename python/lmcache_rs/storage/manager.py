@@ -57,6 +57,8 @@ class StorageManager:
         # is not published after it.
         self._publishing = threading.Lock()
         self._num_clears = 0
+        # Held while a tier is added.
+        self._adding = threading.Lock()
         self._closed = False
         if local_cpu is None and config.local_cpu:
             local_cpu = self._new_pool()
@@ -88,14 +90,13 @@ class StorageManager:
                 host memory; more are dropped and counted. A quarter of the pool unless given.
 
         Raises:
-            ValueError: There is a tier of that name, or a number is not positive.
+            ValueError: There is a tier of that name or with that backend, or a number is not
+                positive.
             TypeError: The backend is none.
             RuntimeError: The store is closed.
             MemoryError: There is no L1, and no memory of `max_local_cpu_size` to stage chunks in.
         """
-        if name in self.backends:
-            raise ValueError(f"there is a tier {name!r} already; choose another name")
-        if deadline_s <= 0 or (max_queued_bytes is not None and max_queued_bytes <= 0):
+        if not deadline_s > 0 or (max_queued_bytes is not None and max_queued_bytes <= 0):
             raise ValueError(
                 f"deadline_s is {deadline_s} and max_queued_bytes {max_queued_bytes}; "
                 "both must be above 0"
@@ -104,8 +105,26 @@ class StorageManager:
             raise TypeError(
                 f"a backend is a StorageBackend, not {type(backend).__name__}; subclass it"
             )
+        with self._adding:
+            self._add(name, backend, deadline_s, max_queued_bytes)
+
+    def _add(
+        self,
+        name: str,
+        backend: StorageBackend | StorageBackendInterface,
+        deadline_s: float,
+        max_queued_bytes: int | None,
+    ) -> None:
         if self._closed:
             raise RuntimeError("this StorageManager is closed; make a new one")
+        if name in self.backends:
+            raise ValueError(f"there is a tier {name!r} already; choose another name")
+        for other, tier in self.backends.items():
+            if backend is (tier.backend if isinstance(tier, BackendTier) else tier):
+                raise ValueError(
+                    f"this backend is tier {other!r} already, and is called by one thread; make a "
+                    "backend of its own for each tier"
+                )
         if self._pool is None:
             self._pool = self._new_pool()
         if isinstance(backend, StorageBackend):
@@ -175,9 +194,6 @@ class StorageManager:
         objects = None if self._pool is None else self._pool.allocate(sizes)
         if objects is None:
             return None
-        for raw, what in zip(objects, metadata, strict=True):
-            if what is not None and what.cached_positions is not None:
-                raw.set_positions(what.cached_positions.tolist())
         return [MemoryObj(raw, what) for raw, what in zip(objects, metadata, strict=True)]
 
     def put(self, *_: object, **__: object) -> None:
@@ -269,7 +285,9 @@ class StorageManager:
                     break
             else:
                 break
-        self._write_back(keys, below, publish=len(found) == len(keys), num_clears=num_clears)
+        gone = self._write_back(keys, below, publish=len(found) == len(keys), num_clears=num_clears)
+        if gone is not None:
+            del found[gone:]
         return [*found, *([None] * (len(keys) - len(found)))]
 
     def _known(
@@ -280,7 +298,7 @@ class StorageManager:
             if memory_obj is None:
                 return
             form = self._forms.get(key.namespace, self.form)
-            yield described(memory_obj, form) if memory_obj.metadata is None else memory_obj
+            yield _known_as(memory_obj, form) if memory_obj.metadata is None else memory_obj
 
     def _up_to_local(
         self, keys: Sequence[CacheEngineKey], tiers: dict[str, StorageBackendInterface]
@@ -320,8 +338,10 @@ class StorageManager:
         *,
         publish: bool,
         num_clears: int,
-    ) -> None:
-        local = self._local
+    ) -> int | None:
+        """Publishes what came from below, or seals it; where the first is whose memory a close took
+        meanwhile."""
+        local, gone = self._local, None
         for at, memory_obj in below:
             if publish and local is not None:
                 copies = [memory_obj]
@@ -332,8 +352,12 @@ class StorageManager:
                     if num_clears == self._num_clears:
                         for each in copies:
                             local.submit_put_task(keys[at], each)
-            if not memory_obj.sealed:
-                memory_obj.seal()
+            try:
+                if not memory_obj.sealed:
+                    memory_obj.seal()
+            except RuntimeError:
+                gone = at if gone is None else gone
+        return gone
 
     def layerwise_batched_get(
         self,
@@ -359,7 +383,11 @@ class StorageManager:
         chunks = self.batched_get(chunk_keys, location)
         if num_layers is None:
             first = chunks[0] if chunks else None
-            num_layers = 0 if first is None else first._require_metadata().num_layers
+            form = self._forms.get(chunk_keys[0].namespace, self.form) if chunk_keys else None
+            if first is not None:
+                num_layers = first._require_metadata().num_layers
+            else:
+                num_layers = 0 if form is None else form.num_layers
         for layer in range(num_layers):
             yield [None if chunk is None else chunk.layer(layer, num_layers) for chunk in chunks]
 
@@ -455,7 +483,8 @@ class StorageManager:
         Returns:
             False if the deadline came first: what was not put by then is dropped.
         """
-        self._closed = True
+        with self._adding:
+            self._closed = True
         due = time.monotonic() + deadline_s
         in_time = [backend.close(max(0.0, due - time.monotonic())) for backend in self._lower()]
         if self._pool is not None:
@@ -479,6 +508,15 @@ def allocate_and_copy_objects(
             raw.set_positions(memoryview(positions).cast("q").tolist())
         metadata = memory_obj.metadata if isinstance(memory_obj, MemoryObj) else None
         yield MemoryObj(raw, metadata)
+
+
+def _known_as(memory_obj: MemoryObj, form: StoredForm | None) -> MemoryObj:
+    """The object with what is known of its namespace; without, if it was put as mere bytes of
+    another form."""
+    try:
+        return described(memory_obj, form)
+    except ValueError:
+        return MemoryObj(memory_obj)
 
 
 def _by_chunk(

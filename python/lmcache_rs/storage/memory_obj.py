@@ -107,6 +107,9 @@ class MemoryObj(_native.MemoryObj):
             )
         made = super().__new__(cls, of)
         made.metadata = metadata
+        if metadata is not None and metadata.cached_positions is not None and not of.sealed:
+            # They belong to the memory, whoever holds it next.
+            made.set_positions(metadata.cached_positions.tolist())
         return made
 
     @property
@@ -194,7 +197,7 @@ class LayerView:
 
     def __init__(self, chunk: MemoryObj, layer_id: int, num_layers: int) -> None:
         stated = None if chunk.metadata is None else chunk.metadata.num_layers
-        if stated not in (None, num_layers) or chunk.nbytes % num_layers:
+        if num_layers < 1 or stated not in (None, num_layers) or chunk.nbytes % num_layers:
             raise ValueError(
                 f"a chunk of {chunk.nbytes} bytes and {stated or 'an unknown number of'} layers "
                 f"is asked for as one of {num_layers}; ask for the layers that it has"

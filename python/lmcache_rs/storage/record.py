@@ -37,7 +37,7 @@ class ChunkRecord:
         nbytes: Size of the chunk's bytes.
         checksum: CRC-32 of the chunk's bytes.
         form: The form in which they lie, if it is known.
-        num_tokens: Tokens of the chunk; 0 if the form is not known.
+        num_tokens: Tokens of the chunk; 0 if neither the form nor the positions are known.
         positions: Positions of the tokens, as native int64 end to end, if they are known.
     """
 
@@ -52,13 +52,14 @@ class ChunkRecord:
     def of(cls, key: str, memory_obj: _native.MemoryObj) -> ChunkRecord:
         """The record of an object, whose bytes are read once for it."""
         metadata = memory_obj.metadata if isinstance(memory_obj, MemoryObj) else None
+        positions = memory_obj.positions
         return cls(
             key,
             memory_obj.nbytes,
             zlib.crc32(memoryview(cast(Any, memory_obj))),
             None if metadata is None else metadata.form(),
-            0 if metadata is None else metadata.num_tokens,
-            memory_obj.positions,
+            len(positions or b"") // 8 if metadata is None else metadata.num_tokens,
+            positions,
         )
 
     def to_bytes(self) -> bytes:
@@ -72,6 +73,7 @@ class ChunkRecord:
             form = self.form
             said["form"] = [form.fmt.name, form.num_layers, form.hidden, form.dtype]
             said["block_tokens"] = form.block_tokens
+        if self.num_tokens:
             said["num_tokens"] = self.num_tokens
         text = json.dumps(said, separators=(",", ":")).encode()
         rest = text + _little_endian(self.positions or b"")

@@ -36,6 +36,13 @@ if TYPE_CHECKING:
 Answer = TypeVar("Answer")
 
 
+def _error_being_handled() -> tuple[int, int]:
+    """Tells errors apart, and one raised once more from itself: its traceback is another then. By
+    identity, as the error itself would keep its frames alive."""
+    error = sys.exception()
+    return id(error), id(error and error.__traceback__)
+
+
 class LMCacheConnectorV1Dynamic(KVConnectorBase_V1):
     """KV that outlives the engine's blocks, handed back through vLLM's connector hooks."""
 
@@ -49,8 +56,7 @@ class LMCacheConnectorV1Dynamic(KVConnectorBase_V1):
             vllm_config, kv_cache_config, is_scheduler=role == KVConnectorRole.SCHEDULER
         )
         self._unserved_block_ids: set[int] = set()
-        # Told apart by identity; the error itself would keep its frames alive.
-        self._error_before_step: int | None = None
+        self._error_before_step = _error_being_handled()
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
@@ -128,7 +134,7 @@ class LMCacheConnectorV1Dynamic(KVConnectorBase_V1):
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """A step begins."""
         super().bind_connector_metadata(connector_metadata)
-        self._error_before_step = id(sys.exception())
+        self._error_before_step = _error_being_handled()
 
     def wait_for_save(self) -> None:
         """Saves what the step computed, unless the forward pass failed."""
@@ -136,15 +142,24 @@ class LMCacheConnectorV1Dynamic(KVConnectorBase_V1):
         if worker is None or metadata is None:
             return
         # vLLM ends a step this way whatever came of it.
-        has_failed = sys.exception() is not None and id(sys.exception()) != self._error_before_step
+        has_failed = (
+            sys.exception() is not None and _error_being_handled() != self._error_before_step
+        )
         end = worker.abandon_step if has_failed else worker.wait_for_save
         self._guard("wait_for_save", None, lambda: end(metadata))
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks that do not hold what was promised."""
         unserved, self._unserved_block_ids = self._unserved_block_ids, set()
-        worker = self._manager.worker
-        return unserved if worker is None else unserved | worker.take_failed_block_ids()
+        worker, metadata = self._manager.worker, self._bound_metadata()
+        if worker is None:
+            return unserved
+        try:
+            return unserved | worker.take_failed_block_ids()
+        except Exception as error:
+            self._manager.faults.note("get_block_ids_with_load_errors", error)
+            promised = set() if metadata is None else self._manager.promised_block_ids(metadata)
+            return unserved | promised
 
     def build_connector_worker_meta(self) -> LMCacheWorkerMetadata | None:
         """What the step stored and loaded."""

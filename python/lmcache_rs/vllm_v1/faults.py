@@ -6,6 +6,7 @@ A cache must not be worse than no cache: whatever goes wrong here is a miss.
 from __future__ import annotations
 
 import collections
+import contextlib
 import time
 
 from lmcache_rs.vllm_v1.compat import logger
@@ -27,10 +28,12 @@ class Faults:
         if now - self._said_at.get(where, -SECONDS_BETWEEN_LINES) < SECONDS_BETWEEN_LINES:
             return
         self._said_at[where] = now
-        logger.error(
-            "lmcache_rs: fault %d in %s, taken as a miss: %s",
-            self.counts[where],
-            where,
-            error,
-            exc_info=error,
-        )
+        # What cannot be said (a filter of the log that raises) is counted, and no fault of vLLM's.
+        with contextlib.suppress(Exception):
+            logger.error(
+                "lmcache_rs: fault %d in %s, taken as a miss: %s",
+                self.counts[where],
+                where,
+                error,
+                exc_info=error,
+            )

@@ -172,14 +172,22 @@ impl LocalCpu {
 
     /// Publishes written chunks: from here on they are found. `hashes` is the chain they belong to, whose
     /// recency is refreshed from its tail to its head.
-    pub fn commit(&self, namespace: &str, hashes: &[ChunkHash], chunks: Vec<ChunkMut>) {
+    ///
+    /// False if some were not published: the store was closed, or the chunks were cleared while they were
+    /// written. A clear is to be the end of all that was read before it.
+    pub fn commit(&self, namespace: &str, hashes: &[ChunkHash], chunks: Vec<ChunkMut>) -> bool {
         let sealed: Vec<_> = chunks.into_iter().map(ChunkMut::seal_reserved).collect();
         let mut withdrawn = Vec::new();
         let mut state = self.0.lock();
         for (mut ticket, object) in sealed {
             let own = |ticket: &Ticket| std::ptr::eq(ticket.store.as_ptr(), Arc::as_ptr(&self.0));
             let own = |ticket: &&mut Ticket| own(ticket) && object.is_of(&self.0.bank);
-            let publishable = ticket.as_mut().filter(own).filter(|_| state.is_open());
+            let is_wanted = |ticket: &&mut Ticket| {
+                let reservation = ticket.reservation.as_ref();
+                state.is_open()
+                    && !reservation.is_some_and(|reservation| state.index.is_removed(reservation))
+            };
+            let publishable = ticket.as_mut().filter(own).filter(is_wanted);
             match publishable.and_then(|ticket| ticket.reservation.take()) {
                 Some(reservation) => {
                     state.pending_bytes -= object.extent().len;
@@ -192,7 +200,7 @@ impl LocalCpu {
             state.index.touch(id, hashes);
         }
         drop(state);
-        drop(withdrawn);
+        withdrawn.is_empty()
     }
 
     /// Memory for chunks that have no key yet: `lens` bytes each, all of them or none.
@@ -411,6 +419,7 @@ impl LocalCpu {
     }
 
     /// Removes every published chunk; leased ones live on until their last handle goes. How many there were.
+    /// What is being written is not published any more.
     pub fn clear(&self) -> usize {
         let mut removed = Vec::new();
         let mut state = self.0.lock();
@@ -418,13 +427,15 @@ impl LocalCpu {
             state
                 .index
                 .retain(|_, _| false, |_, object| removed.push(object));
+            state.index.remove_pending();
         }
         drop(state);
         removed.len()
     }
 
     /// Removes every published chunk whose namespace begins with `prefix` (see [`begins_with`]). Leased ones
-    /// live on until their last handle goes, but are found no more. How many there were.
+    /// live on until their last handle goes, but are found no more; what is being written is not published any
+    /// more. How many there were.
     ///
     /// Takes as long as there are namespaces and chunks to remove, whatever else is stored.
     pub fn clear_prefix(&self, prefix: &str) -> usize {

@@ -104,21 +104,22 @@ impl StoreJob {
         self.copied.fill(true);
     }
 
-    /// Publishes the chunks, if every layer was gathered; else they are dropped and nothing was stored.
+    /// Publishes the chunks, if every layer was gathered and the store was neither closed nor cleared meanwhile;
+    /// else they are dropped and nothing was stored.
     pub fn commit(self) -> Stored {
         let is_whole = self.copied.iter().all(|&copied| copied);
         let written = self.job.finish();
-        if !is_whole && !written.is_empty() {
-            return Stored {
-                refused_chunks: self.stored.refused_chunks,
-                ..Stored::default()
-            };
+        let publish = |written| {
+            let (namespace, hashes) = (&self.namespace, &self.hashes);
+            self.local_cpu.commit(namespace, hashes, written)
+        };
+        if written.is_empty() || (is_whole && publish(written)) {
+            return self.stored;
         }
-        if !written.is_empty() {
-            self.local_cpu
-                .commit(&self.namespace, &self.hashes, written);
+        Stored {
+            refused_chunks: self.stored.refused_chunks,
+            ..Stored::default()
         }
-        self.stored
     }
 }
 

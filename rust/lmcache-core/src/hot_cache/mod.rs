@@ -31,7 +31,7 @@ use hashbrown::HashTable;
 pub use self::policy::{Access, Policy};
 use self::policy::{AnyOrder, Order};
 use self::siblings::Siblings;
-use self::slab::{FRESH, HELD, NIL, PENDING, Slab, Slot};
+use self::slab::{FRESH, HELD, NIL, PENDING, REMOVED, Slab, Slot};
 use crate::hash::ChunkHash;
 use crate::key::NamespaceId;
 
@@ -285,6 +285,21 @@ impl<V> HotCache<V> {
         order.enter(slab, at, fingerprint, self.num_resident);
     }
 
+    /// Whether the entry was removed while it was Pending: what its writer read is from before that, and it is
+    /// to be abandoned.
+    pub fn is_removed(&self, reservation: &Reservation) -> bool {
+        self.slab.slots[reservation.0 as usize].has(REMOVED)
+    }
+
+    /// Removes every Pending entry, see [`HotCache::is_removed`]. Its key is taken until its writer is done.
+    pub fn remove_pending(&mut self) {
+        for slot in &mut self.slab.slots {
+            if slot.has(PENDING) {
+                slot.flags |= REMOVED;
+            }
+        }
+    }
+
     /// Removes a Pending entry.
     pub fn abandon(&mut self, reservation: Reservation) {
         let at = reservation.0;
@@ -381,8 +396,8 @@ impl<V> HotCache<V> {
         self.trim_ghosts();
     }
 
-    /// Removes every published entry of a namespace and hands them to `removed`. What other namespaces hold
-    /// costs nothing.
+    /// Removes every entry of a namespace: hands the published ones to `removed`, and Pending ones are not to be
+    /// published (see [`HotCache::is_removed`]). What other namespaces hold costs nothing.
     pub fn remove_namespace(
         &mut self,
         namespace: NamespaceId,
@@ -391,10 +406,12 @@ impl<V> HotCache<V> {
         let mut at = self.siblings.first(namespace);
         while at != NIL {
             let behind = self.siblings.behind(at);
-            let slot = &self.slab.slots[at as usize];
+            let slot = &mut self.slab.slots[at as usize];
             if slot.value.is_some() {
                 let key = slot.key;
                 removed(key, self.remove_resident(at));
+            } else {
+                slot.flags |= REMOVED;
             }
             at = behind;
         }

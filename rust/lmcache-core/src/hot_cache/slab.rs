@@ -23,6 +23,8 @@ pub(super) const FRESH: u8 = 2;
 pub(super) const INNER: u8 = 4;
 /// At home in the policy's second list.
 pub(super) const MAIN: u8 = 8;
+/// Pending, and removed: it is not to be published.
+pub(super) const REMOVED: u8 = 16;
 
 /// One entry: with a value of one word, exactly one cache line.
 #[derive(Debug)]

@@ -570,6 +570,42 @@ fn what_a_clear_removes_stays_for_its_holders_and_is_found_no_more() {
 }
 
 #[test]
+fn what_was_read_before_a_clear_is_not_published_after_it() {
+    type Clear = fn(&LocalCpu) -> usize;
+    let close: Clear = |cpu| {
+        cpu.close();
+        0
+    };
+    let clears: [(Clear, bool); 6] = [
+        (close, false),
+        (LocalCpu::clear, false),
+        (|cpu| cpu.clear_prefix("ns"), false),
+        (|cpu| cpu.retain_prefix("other"), false),
+        (|cpu| cpu.clear_prefix("other"), true),
+        (|cpu| cpu.retain_prefix("ns"), true),
+    ];
+    for (number, (clear, stays)) in clears.into_iter().enumerate() {
+        let cpu = store_of(8);
+        let chain = hashes(1..=2);
+        let write = |between: &dyn Fn()| {
+            let reserved = cpu.reserve("ns", &chain, 0, |_| PAGE_BYTES).chunks;
+            between();
+            let chunks = reserved.into_iter().map(|(_, chunk)| chunk);
+            cpu.commit("ns", &chain, chunks.collect())
+        };
+        let published = write(&|| assert_eq!(clear(&cpu), 0));
+        assert_eq!(published, stays, "{number}");
+        assert_eq!(cpu.longest_prefix("ns", &chain), if stays { 2 } else { 0 });
+        assert_books_balance(&cpu);
+        cpu.clear();
+        if number > 0 {
+            assert!(write(&|| ()), "what is read after it is");
+            assert_eq!(cpu.longest_prefix("ns", &chain), 2);
+        }
+    }
+}
+
+#[test]
 fn positions_stay_with_their_chunk() {
     let cpu = store_of(8);
     let (one, two) = (hashes([1])[0], hashes([2])[0]);
