@@ -286,6 +286,9 @@ def bypass_reason(request: Request) -> str | None:
     if getattr(request, "resumable", False):
         # Each piece of a streamed prompt replaces tokens behind what is computed.
         return "its prompt is streamed in, and its tokens may change"
+    if request.prompt_embeds is not None and request.prompt_token_ids is not None:
+        # vLLM hashes ids and embeddings, and not which of the two a position is computed from.
+        return "its prompt mixes tokens and embeddings, and vLLM's hashes do not say which is where"
     return None
 
 

@@ -17,6 +17,27 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.lmcache_rs")
 
+# They differ in how fast they read the same files.
+_SAME_FILES = frozenset({"auto", "safetensors", "fastsafetensors", "instanttensor", "ipc_cache"})
+_ELSEWHERE = frozenset({"tensorizer", "modelexpress"})
+"""Their settings name the weights; the model's folder need not hold these."""
+# How an image becomes inputs, where its identifier, which a client may choose, does not say so.
+_ITEM_SETTINGS = (
+    "mm_processor_kwargs",
+    "mm_device_do_normalize",
+    "mm_encoder_attn_dtype",
+    "video_pruning_rate",
+    "video_pruning_method",
+    "language_model_only",
+)
+_ADAPTER_SETTINGS = (
+    "lora_dtype",
+    "target_modules",
+    "enable_tower_connector_lora",
+    "enable_mixed_moe_lora_format",
+    "enable_moe_shared_loras",
+)
+
 
 def model_name_of(vllm_config: VllmConfig) -> str:
     """The name that the operator gave, else the model's on its hub, else its architecture's.
@@ -72,13 +93,40 @@ def _settings(vllm_config: VllmConfig, model: ModelConfig) -> dict[str, Any]:
         "config": config,
         "dtype": str(model.dtype),
         "quantization": model.quantization,
-        "calculate_kv_scales": getattr(vllm_config.cache_config, "calculate_kv_scales", None),
+        "quantization_config": getattr(model, "quantization_config", None),
+        "model_impl": str(getattr(model, "model_impl", None)),
+        "model_class_overrides": getattr(model, "model_class_overrides", None),
+        "kv_cache_dtype_skip_layers": getattr(
+            vllm_config.cache_config, "kv_cache_dtype_skip_layers", None
+        ),
         "disable_sliding_window": getattr(model, "disable_sliding_window", None),
     }
-    if _scales_rope(config):
-        # Some scalings choose their factors by the longest prompt that the engine takes.
+    load_format = _load_format(vllm_config)
+    if load_format not in _SAME_FILES:
+        # Of a folder that holds several, it reads other files.
+        settings["load_format"] = load_format
+    items = getattr(model, "multimodal_config", None)
+    if items is not None:
+        settings["items"] = {name: getattr(items, name, None) for name in _ITEM_SETTINGS}
+    if _scales_rope(config) or "llama4" in str(config.get("model_type")):
+        # Some scalings, and Llama 4's attention temperature, go by the longest prompt that the
+        # engine takes.
         settings["max_model_len"] = model.max_model_len
     return settings
+
+
+def _load_format(vllm_config: VllmConfig) -> str:
+    load_format = vllm_config.load_config.load_format
+    return str(getattr(load_format, "value", load_format))
+
+
+def adapter_settings_of(vllm_config: VllmConfig) -> str:
+    """Digest of what the engine makes of any adapter's files: in which type, for which modules."""
+    lora = getattr(vllm_config, "lora_config", None)
+    settings = {name: getattr(lora, name, None) for name in _ADAPTER_SETTINGS}
+    # A list of suffixes is a set.
+    settings["target_modules"] = sorted(settings["target_modules"] or ()) or None
+    return model_fingerprint(settings, "none")
 
 
 def _scales_rope(config: object) -> bool:
@@ -100,10 +148,11 @@ def _scales_rope(config: object) -> bool:
 
 
 def _weights(vllm_config: VllmConfig, model: ModelConfig) -> str:
-    load = vllm_config.load_config
-    load_format = str(getattr(load.load_format, "value", load.load_format))
+    load, load_format = vllm_config.load_config, _load_format(vllm_config)
     if load_format == "dummy":
         return f"dummy:{model.seed}"
+    if load_format in _ELSEWHERE:
+        raise FileNotFoundError(f"load format {load_format} takes them from somewhere else")
     place = Path(model.model)
     if place.exists():
         return weights_of(place)
