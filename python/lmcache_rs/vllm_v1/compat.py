@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from platform import machine
 from typing import TYPE_CHECKING, Any
 
+import vllm.platforms
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
-import vllm
 from lmcache_rs import _native
 from lmcache_rs.config import LMCacheMetadata
 from lmcache_rs.layouts import Layout, MemoryFormat
@@ -169,7 +170,8 @@ def metadata_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> LMCa
     else:
         stored_form = MemoryFormat.OPAQUE.name
         layout = kv_cache_config.kv_cache_layout or "undeclared"
-        layout_id = f"{type(spec).__name__}-{layout}-{spec.page_size_bytes}"
+        content = _block_content(vllm_config, spec)
+        layout_id = f"{type(spec).__name__}-{layout}-{spec.page_size_bytes}-{content}"
     return LMCacheMetadata(
         model_name=vllm_config.model_config.model,
         world_size=1,
@@ -180,6 +182,39 @@ def metadata_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> LMCa
         block_size=spec.block_size,
         num_layers=len(group.layer_names),
     )
+
+
+def _block_content(vllm_config: VllmConfig, spec: Any) -> str:
+    """Whatever decides how an attention backend arranges the bytes inside a block.
+
+    Its layout does not say: a backend may interleave or pack K and V as it likes, differently in
+    another release or on another processor. Both halves must know it, and only one sees tensors.
+    """
+    platform = vllm.platforms.current_platform
+    backend = getattr(getattr(vllm_config, "attention_config", None), "backend", None)
+    parts = [f"vllm{vllm.__version__}", platform.device_type, getattr(backend, "name", "auto")]
+    if platform.is_cpu():
+        parts += [machine(), _cpu_packing(vllm_config, spec)]
+    else:
+        # Where the backend is chosen automatically, it is chosen by this.
+        parts.append(str(platform.get_device_capability()))
+    return "-".join(parts)
+
+
+def _cpu_packing(vllm_config: VllmConfig, spec: Any) -> str:
+    try:
+        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+        return _get_attn_isa(
+            vllm_config.model_config.dtype,
+            spec.block_size,
+            spec.head_size,
+            vllm_config.cache_config.cache_dtype,
+        )
+    except Exception as error:
+        # Another release: this start then is alone with its blocks.
+        logger.warning("lmcache_rs: vLLM does not say how its CPU attention packs KV: %s", error)
+        return engine_start_of(vllm_config)
 
 
 def kv_tensors(
