@@ -448,6 +448,29 @@ def test_skip_save_takes_what_people_write(
     assert len(warnings) == (value == ["?"]), warnings
 
 
+@pytest.mark.parametrize("params", [{3: "x"}, "text", ["lmcache.tag.a"]])
+def test_settings_that_are_none_keep_their_request_out(pair: Pair, params: object) -> None:
+    sampling = SamplingParams(max_tokens=5, extra_args={"kv_transfer_params": params})
+    assert store(pair, lambda: new_request(LENGTH, sampling_params=sampling)) == 0
+    assert pair.worker.counters()["stored_chunks"] == 0
+    assert not pair.faults.counts
+
+
+@pytest.mark.parametrize("what", ["salt", "image"])
+def test_a_text_that_no_hash_takes_keeps_its_request_out_and_is_not_shown(
+    pair: Pair, warnings: list[str], what: str
+) -> None:
+    text = "secret\ud800"
+    make = with_images((text, 0, 2))
+    if what == "salt":
+        make = lambda: new_request(LENGTH, cache_salt=text)  # noqa: E731
+    assert store(pair, make) == 0
+    assert pair.worker.counters()["stored_chunks"] == 0
+    assert not pair.faults.counts
+    assert pair.scheduler.counters()["bypassed_requests"] == 1
+    assert not any("secret" in line or "ud800" in line for line in warnings)
+
+
 def test_settings_that_nobody_knows_are_told_once_and_change_nothing(
     pair: Pair, warnings: list[str]
 ) -> None:

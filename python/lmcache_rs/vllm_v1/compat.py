@@ -205,8 +205,9 @@ def _cpu_packing(vllm_config: VllmConfig, spec: Any) -> str:
     try:
         from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
+        dtype: Any = vllm_config.model_config.dtype  # resolved by now
         return _get_attn_isa(
-            vllm_config.model_config.dtype,
+            dtype,
             spec.block_size,
             spec.head_size,
             vllm_config.cache_config.cache_dtype,
@@ -328,6 +329,29 @@ def bypass_reason(request: Request) -> str | None:
 
 
 def request_configs_of(request: Request) -> dict[str, Any]:
-    """The `lmcache.*` entries of the request's kv_transfer_params."""
-    params = request.kv_transfer_params or {}
+    """The `lmcache.*` entries of the request's kv_transfer_params.
+
+    Raises:
+        TypeError: These are no names with values.
+    """
+    params: object = request.kv_transfer_params or {}
+    if not isinstance(params, Mapping) or not all(isinstance(name, str) for name in params):
+        raise TypeError("its kv_transfer_params are no names with values")
     return {name: value for name, value in params.items() if name.startswith("lmcache.")}
+
+
+def require_hashable(request: Request) -> None:
+    """Refuses texts that can be no part of a hash, before any chunk is asked for.
+
+    Raises:
+        ValueError: A salt, identifier or name has a lone surrogate; the text is not shown.
+    """
+    adapter = request.lora_request
+    texts = [request.cache_salt, *(item.identifier for item in request.mm_features or ())]
+    if adapter is not None:
+        texts += [adapter.lora_name, adapter.lora_path]
+    for text in texts:
+        try:
+            (text or "").encode()
+        except UnicodeEncodeError:
+            raise ValueError("its salt, or the name of an item or adapter, is no text") from None

@@ -280,6 +280,7 @@ class Identities:
             reason = self._bypass_items
         if reason is not None:
             raise ValueError(reason)
+        compat.require_hashable(request)
         adapter, loaded = NONE, None
         if request.lora_request is not None:
             loaded = self._adapters.loaded(request.lora_request)
