@@ -119,6 +119,23 @@ def test_all_that_makes_other_kv_of_the_same_files_is_another_model(tmp_path: Pa
     assert loaded_as("tensorizer") != loaded_as("tensorizer", "another"), "weights from elsewhere"
 
 
+def test_a_quantisation_that_is_kept_elsewhere_is_told_by_content(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, found = weights(tmp_path / "one"), []
+    for place, text in (("a", "4 bit"), ("b", "4 bit"), ("a", "8 bit")):
+        file = tmp_path / f"{place}.json"
+        file.write_text(text)
+        overrides = {"quantization_config_file": str(file)}
+        config = model_config(folder, **overrides)
+        config.model_config.hf_overrides = overrides
+        found.append(model_identity.fingerprint_of(config, "start"))
+    assert found[0] == found[1] != found[2]
+    plain = model_identity.fingerprint_of(model_config(folder), "start")
+    monkeypatch.setenv("VLLM_HUMMING_ONLINE_QUANT_CONFIG", '{"bits": 4}')
+    assert model_identity.fingerprint_of(model_config(folder), "start") != plain
+
+
 def test_what_the_engine_makes_of_adapters_is_told_by_its_settings() -> None:
     def of(**settings: object) -> str:
         lora = SimpleNamespace(**{"lora_dtype": torch.bfloat16, "target_modules": None, **settings})

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from platform import machine
 from typing import TYPE_CHECKING, Any
 
+import vllm.envs
 import vllm.platforms
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
@@ -196,6 +197,8 @@ def _block_content(vllm_config: VllmConfig, spec: Any) -> str:
     if platform.is_cpu():
         parts += [machine(), _cpu_packing(vllm_config, spec)]
     else:
+        if getattr(vllm.envs, "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", False):
+            parts.append("shuffled")
         # Where the backend is chosen automatically, it is chosen by this.
         parts.append(str(platform.get_device_capability()))
     return "-".join(parts)

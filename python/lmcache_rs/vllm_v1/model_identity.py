@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import logging
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lmcache_rs.fingerprint import Digest, model_fingerprint, weights_of
+from vllm import envs
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -30,6 +32,9 @@ _ITEM_SETTINGS = (
     "video_pruning_method",
     "language_model_only",
 )
+_QUANTISATION_FILE = "quantization_config_file"
+# Of vLLM's variables, those that say how weights are quantised.
+_ENVIRONMENT = ("VLLM_HUMMING_ONLINE_QUANT_CONFIG", "VLLM_HUMMING_INPUT_QUANT_CONFIG")
 _ADAPTER_SETTINGS = (
     "lora_dtype",
     "target_modules",
@@ -89,6 +94,11 @@ def _of_model(vllm_config: VllmConfig, model: ModelConfig, engine_start: str) ->
 
 def _settings(vllm_config: VllmConfig, model: ModelConfig) -> dict[str, Any]:
     config = model.hf_config.to_dict()
+    overrides = getattr(model, "hf_overrides", None)
+    if isinstance(overrides, dict) and overrides.get(_QUANTISATION_FILE):
+        # Its place says nothing, and differs by host.
+        file = Path(str(overrides[_QUANTISATION_FILE]))
+        config = {**config, _QUANTISATION_FILE: hashlib.sha256(file.read_bytes()).hexdigest()}
     settings = {
         "config": config,
         "dtype": str(model.dtype),
@@ -99,6 +109,7 @@ def _settings(vllm_config: VllmConfig, model: ModelConfig) -> dict[str, Any]:
         "kv_cache_dtype_skip_layers": getattr(
             vllm_config.cache_config, "kv_cache_dtype_skip_layers", None
         ),
+        "environment": {name: getattr(envs, name, None) for name in _ENVIRONMENT},
         "disable_sliding_window": getattr(model, "disable_sliding_window", None),
     }
     load_format = _load_format(vllm_config)
