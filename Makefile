@@ -88,9 +88,10 @@ gpu: setup ## run what needs a GPU; one line where there is none
 	@"$(PY)" tests/gpu/run.py
 
 # Long, and never in CI: every end-to-end test with copies layer by layer, of which `make test` runs
-# a choice (tests/vllm/test_layerwise.py).
-soak: installed ## the long tests: every end-to-end test once more, layer by layer
+# a choice (tests/vllm/test_layerwise.py), and ten times the schedules.
+soak: installed ## the long tests: every end-to-end test layer by layer, 10^5 random schedules
 	KV_TEST_LAYERWISE=1 "$(PY)" scripts/e2e.py
+	MODEL_SCHEDULES=100000 "$(PY)" -m pytest tests/model/test_schedules.py
 
 # A name that a later release fills.
 .PHONY: compat

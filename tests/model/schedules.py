@@ -55,6 +55,9 @@ class LateAnswers(LookupClient):
     def end(self, req_id: str, *, release: bool) -> None:
         self._client.end(req_id, release=release)
 
+    def clear(self) -> bool:
+        return self._client.clear()
+
     def stats(self) -> Stats:
         return self._client.stats()
 

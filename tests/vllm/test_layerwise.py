@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import test_harness_can_fail
 import test_hits
-import test_isolation
 import test_layouts
 import test_mla
 import test_pools
 import test_random_walk
+import test_roles
 import test_settings
 from checks import Baseline, Prompts, check
 from harness import Engine, EngineSpec
@@ -83,7 +83,7 @@ CHECKS: list[tuple[Check, dict[str, Any]]] = [
     (test_mla.test_fault_is_seen_in_bytes_and_in_answers, {"fault": "byte_last_layer"}),
     (test_mla.test_preemption, {}),
     (test_layouts.test_cold_hit_full_hit_and_short, {}),
-    (test_isolation.test_consumer_never_stores, {}),
+    (test_roles.test_consumer_never_stores, {}),
 ]
 
 
