@@ -5,7 +5,8 @@ agree.
 
 What is promised of files that are too large to be read whole (`WHOLE_BYTES`): names, sizes and
 every safetensors header enter as they are, and of **every tensor** at least `MIN_WINDOWS` windows
-of `WINDOW_BYTES`, more of larger ones. Training, merging, pruning and quantising change nearly
+of `WINDOW_BYTES`, more of larger ones; JSON and program files beside the weights are read whole.
+Training, merging, pruning and quantising change nearly
 every number of the tensors they touch, or their types and shapes, so they are seen. An edit of
 single numbers that lie between the windows of a large tensor is not. Files up to `WHOLE_BYTES` in
 all are read whole: there one changed byte is another digest.
@@ -13,6 +14,7 @@ all are read whole: there one changed byte is another digest.
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import hashlib
 import itertools
@@ -41,7 +43,12 @@ _THREADS: Final = 8
 _PIECE_BYTES: Final = 1 << 20
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 _ADAPTER_FILES: Final = re.compile(r"(adapter_config\.json|(adapter_model|new_embeddings)\..+)")
-_QUANTISATION_FILES: Final = re.compile(r".*quant.*\.json")
+# What is read beside the weights and not told by the configuration: which of the files hold the
+# weights, how they are quantised, how images become inputs, and the code of models that bring it.
+_SIDE_FILES: Final = re.compile(
+    r".*quant.*\.json|.*\.index\.json|(.*pre)?processor_config\.json|.*\.py"
+)
+_READ_WHOLE: Final = frozenset({".json", ".py"})
 # Of a model's configuration: where it came from, and which library read it.
 _NO_IDENTITY: Final = frozenset({"name_or_path", "transformers_version"})
 
@@ -76,9 +83,9 @@ def model_fingerprint(settings: Mapping[str, Any], weights: str) -> str:
 def plain(value: Any) -> Any:
     """A configuration as JSON can write it, without what names a place or a library's release.
 
-    Keys that begin with an underscore are such names too. Objects that are neither plain values
-    nor enumerations nor torch dtypes are written as their type's name: an address would differ by
-    process.
+    Keys that begin with an underscore are such names too. Of objects the fields are written, where
+    they tell them: configurations within a configuration, dataclasses, arrays. Others are written
+    as their type's name: an address would differ by process.
     """
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
@@ -97,6 +104,14 @@ def plain(value: Any) -> Any:
         return sorted(json.dumps(plain(item), sort_keys=True) for item in value)
     if type(value).__module__ == "torch" and type(value).__name__ == "dtype":
         return str(value)
+    if not isinstance(value, type):
+        for tell in ("to_dict", "tolist"):
+            if callable(getattr(value, tell, None)):
+                return plain(getattr(value, tell)())
+        if dataclasses.is_dataclass(value):
+            return plain(
+                {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+            )
     return f"<{type(value).__module__}.{type(value).__qualname__}>"
 
 
@@ -104,8 +119,8 @@ def weights_of(place: Path, commit: str | None = None) -> str:
     """What the weights in a folder or file are: `commit:<id>`, or `files:<digest>`.
 
     A commit of a model hub names its files' contents. It is taken if the place is a snapshot in the
-    hub's local cache whose weight files all are links into the cache's store of blobs; a file that
-    was put there by hand is none, and then the files themselves are looked at.
+    hub's local cache whose files, as far as they count, all are links into the cache's store of
+    blobs; a file that was put there by hand is none, and then the files themselves are looked at.
 
     Args:
         place: The folder, or the one file.
@@ -120,12 +135,12 @@ def weights_of(place: Path, commit: str | None = None) -> str:
             f"{place} has no weight files; {', '.join(sorted(WEIGHT_SUFFIXES))} were looked for"
         )
     if place.is_dir():
+        files = sorted([*files, *_matching(place, _SIDE_FILES)])
         folder = place.absolute()
         is_snapshot = folder.parent.name == "snapshots" and _COMMIT.fullmatch(folder.name)
         named = folder.name if is_snapshot else None
         if named and commit in (None, named) and all(_is_blob(file, folder) for file in files):
             return f"commit:{named}"
-        files = sorted([*files, *_matching(place, _QUANTISATION_FILES)])
     return f"files:{files_digest(files, whole_bytes=WHOLE_BYTES)}"
 
 
@@ -171,7 +186,9 @@ def adapter_digest(folder: Path) -> str:
 
 
 def files_digest(files: Iterable[Path], *, whole_bytes: int) -> str:
-    """Digest of files by name, size and content; of more than `whole_bytes` in windows.
+    """Digest of files by name, size and content; weights beyond `whole_bytes` in windows.
+
+    Text beside the weights is always read whole: in it each byte counts.
 
     Raises:
         OSError: A file cannot be read, or ended before its size.
@@ -186,7 +203,7 @@ def files_digest(files: Iterable[Path], *, whole_bytes: int) -> str:
             digest.add("name", name.encode()).add("size", struct.pack("<Q", size))
             descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
             try:
-                if total <= whole_bytes:
+                if total <= whole_bytes or file.suffix in _READ_WHOLE:
                     pieces = range(0, size, _PIECE_BYTES)
                     windows = [Window(at, min(_PIECE_BYTES, size - at)) for at in pieces]
                     batch = 8

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import random
@@ -212,6 +213,41 @@ def test_a_snapshot_that_was_meddled_with_is_not_its_commit(model: Path, tmp_pat
     assert weights_of(folder) == weights_of(model)
 
 
+SIDE_FILES = [
+    "hf_quant_config.json",
+    "model.safetensors.index.json",
+    "preprocessor_config.json",
+    "modeling_own.py",
+]
+
+
+@pytest.mark.parametrize("name", SIDE_FILES)
+def test_every_byte_beside_the_weights_counts_however_large_these_are(
+    model: Path, reading: str, name: str
+) -> None:
+    # Far longer than the windows of a small file in a large model.
+    lines = [f"layer {number} stays as it is" for number in range(20_000)]
+    (model / name).write_text("\n".join(lines))
+    before = weights_of(model)
+    assert weights_of(model) == before
+    lines[7001] = "layer 7001 stays as 4 bit"
+    (model / name).write_text("\n".join(lines))
+    assert weights_of(model) != before
+    (model / name).unlink()
+    assert weights_of(model) != before
+
+
+def test_a_snapshot_whose_quantisation_was_written_by_hand_is_not_its_commit(
+    model: Path, tmp_path: Path
+) -> None:
+    (model / "hf_quant_config.json").write_text("4 bit")
+    folder = snapshot(tmp_path / "cache", COMMITS[0], model)
+    assert weights_of(folder) == f"commit:{COMMITS[0]}"
+    (folder / "hf_quant_config.json").unlink()
+    (folder / "hf_quant_config.json").write_text("8 bit")
+    assert weights_of(folder).startswith("files:")
+
+
 # The configuration.
 
 CONFIG = {
@@ -258,6 +294,23 @@ def test_where_a_configuration_came_from_is_not_part_of_it() -> None:
     assert of({**CONFIG, "x": 1}) != of({**CONFIG, "x": "1"})
 
 
+def test_what_a_configuration_holds_in_objects_is_part_of_it() -> None:
+    class Inner:
+        def __init__(self, theta: float) -> None:
+            self.theta = theta
+
+        def to_dict(self) -> dict[str, float]:
+            return {"theta": self.theta}
+
+    @dataclasses.dataclass
+    class Rope:
+        theta: float
+
+    for make in (Inner, Rope, lambda theta: torch.full((2,), theta)):
+        assert of({**CONFIG, "x": make(1.0)}) == of({**CONFIG, "x": make(1.0)})
+        assert of({**CONFIG, "x": make(1.0)}) != of({**CONFIG, "x": make(2.0)})
+
+
 # Adapters.
 
 
@@ -276,6 +329,21 @@ def test_adapters_are_told_apart_by_weights_and_configuration(tmp_path: Path) ->
     (copy / "README.md").write_text("a card")
     assert adapter_digest(one) == adapter_digest(copy)
     assert len({adapter_digest(each) for each in (one, other, scaled)}) == 3
+
+
+def test_every_byte_of_an_adapters_configuration_counts_however_large_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fingerprint, "ADAPTER_WHOLE_BYTES", 0)
+    monkeypatch.setattr(fingerprint, "WINDOWS", 1)
+    folder = write_adapter(tmp_path / "one", 1.0)
+    ranks = {f"layers.{number}.q_proj": 8 for number in range(5000)}
+    digests = set()
+    for rank in (8, 9):
+        ranks["layers.1777.q_proj"] = rank
+        (folder / "adapter_config.json").write_text(json.dumps({"rank_pattern": ranks}))
+        digests.add(adapter_digest(folder))
+    assert len(digests) == 2
 
 
 def test_an_adapter_that_was_touched_is_noticed(tmp_path: Path) -> None:

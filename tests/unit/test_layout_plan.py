@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.v1.attention.backends import cpu_attn
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -17,6 +18,7 @@ from vllm.v1.kv_cache_interface import (
     MLAAttentionSpec,
 )
 
+import vllm
 from lmcache_rs import LMCacheEngineConfig
 from lmcache_rs.layouts import LayoutError
 from lmcache_rs.vllm_v1 import compat
@@ -85,6 +87,32 @@ def test_the_key_names_the_stored_form_and_the_block_only_where_it_shows() -> No
     assert (small["stored_form"], small["layout_id"]) == ("KV_MLA_FMT", "KV_MLA_FMT-1x24")
     assert facts(dense())["stored_form"] == "OPAQUE"
     assert facts(dense())["block_size"] == "32"
+
+
+def test_whole_blocks_are_of_one_release_backend_and_processor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # vLLM packs K by the processor's instructions, in a block of one declared layout and size.
+    def layout_id(spec: KVCacheSpec, backend: str | None = None) -> str | None:
+        config = vllm_config({})
+        config.attention_config = SimpleNamespace(backend=backend and SimpleNamespace(name=backend))
+        return compat.metadata_of(config, kv_cache_config(spec)).layout_id
+
+    plain, table = layout_id(dense()), layout_id(mla())
+    assert layout_id(dense()) == plain
+    found = {plain, layout_id(dense(), "FLEX_ATTENTION")}
+    with monkeypatch.context() as patch:
+        patch.setattr(cpu_attn, "_get_attn_isa", lambda *facts: "another")
+        found.add(layout_id(dense()))
+        assert layout_id(mla()) == table
+    with monkeypatch.context() as patch:
+        patch.setattr(compat, "machine", lambda: "another")
+        found.add(layout_id(dense()))
+    with monkeypatch.context() as patch:
+        patch.setattr(vllm, "__version__", "9.9.9")
+        found.add(layout_id(dense()))
+        assert layout_id(mla()) == table, "a plain table is one everywhere"
+    assert len(found) == 5
 
 
 def test_a_table_is_only_believed_of_backends_that_are_known() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -72,6 +73,83 @@ def test_weights_rope_quantisation_and_dummies_each_are_another_model(tmp_path: 
     drafted = model_config(folder)
     drafted.speculative_config = SimpleNamespace(draft_model_config=configs[1].model_config)
     assert model_identity.fingerprint_of(drafted, "start") not in prints
+
+
+def test_all_that_makes_other_kv_of_the_same_files_is_another_model(tmp_path: Path) -> None:
+    folder = weights(tmp_path / "one")
+    torch.save({}, folder / "pytorch_model.bin")
+
+    def of(settings: dict[str, Any], **changes: Any) -> str:
+        config = model_config(folder, **changes)
+        for name, value in settings.items():
+            setattr(config.model_config, name, value)
+        return model_identity.fingerprint_of(config, "start")
+
+    @dataclass
+    class Online:
+        ignore: list[str]
+
+    def items(**settings: object) -> dict[str, Any]:
+        return {"multimodal_config": SimpleNamespace(**settings)}
+
+    prints = [
+        of({}),
+        of({"quantization_config": {"linear": "fp8"}}),
+        of({"quantization_config": Online(["lm_head"])}),
+        of({"quantization_config": Online(["layers.0"])}),
+        of({"model_impl": "transformers"}),
+        of({"model_class_overrides": {"LlamaForCausalLM": "mine:Llama"}}),
+        of(items()),
+        of(items(mm_processor_kwargs={"max_pixels": 1000})),
+        of(items(mm_processor_kwargs={"max_pixels": 2000})),
+        of(items(video_pruning_rate=0.5)),
+        # Its attention temperature goes by the longest prompt.
+        of({}, model_type="llama4"),
+        of({"max_model_len": 65536}, model_type="llama4"),
+    ]
+    assert len(set(prints)) == len(prints)
+
+    def loaded_as(load_format: str, start: str = "start") -> str:
+        config = model_config(folder)
+        config.load_config.load_format = load_format
+        return model_identity.fingerprint_of(config, start)
+
+    assert loaded_as("safetensors") == loaded_as("fastsafetensors") == prints[0]
+    assert len({*prints, loaded_as("pt"), loaded_as("mistral")}) == len(prints) + 2
+    assert loaded_as("tensorizer") != loaded_as("tensorizer", "another"), "weights from elsewhere"
+
+
+def test_a_quantisation_that_is_kept_elsewhere_is_told_by_content(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, found = weights(tmp_path / "one"), []
+    for place, text in (("a", "4 bit"), ("b", "4 bit"), ("a", "8 bit")):
+        file = tmp_path / f"{place}.json"
+        file.write_text(text)
+        overrides = {"quantization_config_file": str(file)}
+        config = model_config(folder, **overrides)
+        config.model_config.hf_overrides = overrides
+        found.append(model_identity.fingerprint_of(config, "start"))
+    assert found[0] == found[1] != found[2]
+    plain = model_identity.fingerprint_of(model_config(folder), "start")
+    monkeypatch.setenv("VLLM_HUMMING_ONLINE_QUANT_CONFIG", '{"bits": 4}')
+    assert model_identity.fingerprint_of(model_config(folder), "start") != plain
+
+
+def test_what_the_engine_makes_of_adapters_is_told_by_its_settings() -> None:
+    def of(**settings: object) -> str:
+        lora = SimpleNamespace(**{"lora_dtype": torch.bfloat16, "target_modules": None, **settings})
+        return model_identity.adapter_settings_of(SimpleNamespace(lora_config=lora))  # type: ignore[arg-type]
+
+    ours = of(max_loras=1)
+    assert ours == of(max_loras=8), "how many there may be changes none of them"
+    others = [
+        of(lora_dtype=torch.float16),
+        of(target_modules=["q_proj"]),
+        of(enable_moe_shared_loras=True),
+    ]
+    assert len({ours, *others}) == 4
+    assert of(target_modules=["q", "v"]) == of(target_modules=["v", "q"])
 
 
 def test_a_revision_is_told_by_the_loaders_commit(tmp_path: Path) -> None:

@@ -205,6 +205,23 @@ def test_embeddings_that_differ_late_share_what_is_before(pair: Pair) -> None:
     assert ask(pair, other) == 2 * CHUNK
 
 
+def test_prompts_that_mix_tokens_and_embeddings_stay_out(pair: Pair) -> None:
+    embeds = torch.randn(LENGTH, 16, generator=torch.Generator().manual_seed(1))
+
+    def mixed(*at_tokens: int) -> Maker:
+        # Token 0 is what vLLM puts in the place of an embedding.
+        mask = [at in at_tokens for at in range(LENGTH)]
+        return lambda: new_request(
+            0, prompt_token_ids=[0] * LENGTH, prompt_embeds=embeds, prompt_is_token_ids=mask
+        )
+
+    assert [store(pair, make) for make in (mixed(1), mixed(1), mixed(2), mixed())] == [0] * 4
+    unmasked = lambda: new_request(0, prompt_token_ids=[0] * LENGTH, prompt_embeds=embeds)  # noqa: E731
+    assert store(pair, unmasked) == 0
+    assert pair.worker.counters()["stored_chunks"] == 0
+    pair.assert_idle()
+
+
 # Adapters.
 
 
@@ -284,6 +301,85 @@ def test_an_adapter_that_is_loaded_in_place_is_what_its_files_are(
     assert ask(pair, adapted("a", 1, folder)) == LENGTH - 1
 
 
+@pytest.mark.parametrize("is_told", [False, True], ids=["files alone", "a request of the new"])
+@pytest.mark.parametrize("comes_back", [False, True], ids=["stays", "comes back"])
+def test_a_request_whose_adapter_is_replaced_while_it_runs_saves_nothing_more(
+    pair: Pair, tmp_path: Path, is_told: bool, comes_back: bool
+) -> None:
+    folder = write_adapter(tmp_path / "one", 1.0)
+    make = adapted("a", 1, folder)
+    running = make()
+    pair.ask(running)
+    pair.grant(running, 0)
+    pair.step({running: CHUNK})
+    stored = pair.worker.counters()["stored_chunks"]
+    assert stored == 1
+
+    def replace(scale: float) -> None:
+        # vLLM loads in place at once; the next request that says so may come at any time.
+        write_adapter(folder, scale)
+        if is_told:
+            again = LoRARequest("a", 1, str(folder), load_inplace=True)
+            ask(pair, lambda: new_request(LENGTH, lora_request=again))
+
+    replace(2.0)
+    if not comes_back or not is_told:
+        pair.step({running: CHUNK})
+    if comes_back:
+        replace(1.0)
+    pair.step({running: CHUNK})
+    assert pair.worker.counters()["stored_chunks"] == stored
+    pair.finish(running)
+    write_adapter(folder, 1.0)
+    assert ask(pair, adapted("a", 2, folder)) == CHUNK, "what was saved before is right"
+    pair.assert_idle()
+
+
+def test_a_request_that_starts_anew_with_a_replaced_adapter_finds_the_new_ones(
+    pair: Pair, tmp_path: Path
+) -> None:
+    folder = write_adapter(tmp_path / "one", 1.0)
+    make = adapted("a", 1, folder)
+    store(pair, make)
+    waiting = make()
+    assert pair.ask(waiting) == LENGTH - 1
+    write_adapter(folder, 2.0)
+    again = LoRARequest("a", 1, str(folder), load_inplace=True)
+    store(pair, lambda: new_request(2 * CHUNK, lora_request=again))
+    assert pair.ask(waiting) == 2 * CHUNK
+    pair.finish(waiting)
+    pair.assert_idle()
+
+
+def test_an_id_that_stood_for_another_adapter_is_believed_no_more(
+    pair: Pair, tmp_path: Path
+) -> None:
+    one, two = write_adapter(tmp_path / "one", 1.0), write_adapter(tmp_path / "two", 2.0)
+    store(pair, adapted("a", 1, one))
+    # vLLM asks neither name nor path of an id it has loaded: it computes with the first one.
+    assert store(pair, adapted("b", 1, two)) == 0
+    assert ask(pair, adapted("b", 2, two)) == 0
+    store(pair, adapted("b", 2, two))
+    assert ask(pair, adapted("b", 2, two)) == LENGTH - 1
+
+
+def test_what_the_engine_makes_of_an_adapters_files_is_part_of_its_name(
+    pair: Pair, tmp_path: Path
+) -> None:
+    folder = write_adapter(tmp_path / "one", 1.0)
+    flat, solid = (
+        LoRARequest("a", number, str(folder), is_3d_lora_weight=number == 2) for number in (1, 2)
+    )
+    store(pair, lambda: new_request(LENGTH, lora_request=flat))
+    assert ask(pair, lambda: new_request(LENGTH, lora_request=solid)) == 0
+    assert ask(pair, lambda: new_request(LENGTH, lora_request=flat)) == LENGTH - 1
+    halves: list[str | None] = []
+    for settings in ("none", "x", "x"):
+        identities = Identities(pair.scheduler._config, META, adapter_settings=settings)
+        halves.append(identities.of(new_request(LENGTH, lora_request=flat)).namespace)
+    assert halves[0] != halves[1] == halves[2]
+
+
 def test_files_that_are_touched_or_copied_anew_are_the_same_adapter(
     pair: Pair, tmp_path: Path
 ) -> None:
@@ -350,6 +446,29 @@ def test_skip_save_takes_what_people_write(
         store(pair, configured(**{"lmcache.skip_save": value}))
     assert pair.worker.counters()["stored_chunks"] == saved
     assert len(warnings) == (value == ["?"]), warnings
+
+
+@pytest.mark.parametrize("params", [{3: "x"}, "text", ["lmcache.tag.a"]])
+def test_settings_that_are_none_keep_their_request_out(pair: Pair, params: object) -> None:
+    sampling = SamplingParams(max_tokens=5, extra_args={"kv_transfer_params": params})
+    assert store(pair, lambda: new_request(LENGTH, sampling_params=sampling)) == 0
+    assert pair.worker.counters()["stored_chunks"] == 0
+    assert not pair.faults.counts
+
+
+@pytest.mark.parametrize("what", ["salt", "image"])
+def test_a_text_that_no_hash_takes_keeps_its_request_out_and_is_not_shown(
+    pair: Pair, warnings: list[str], what: str
+) -> None:
+    text = "secret\ud800"
+    make = with_images((text, 0, 2))
+    if what == "salt":
+        make = lambda: new_request(LENGTH, cache_salt=text)  # noqa: E731
+    assert store(pair, make) == 0
+    assert pair.worker.counters()["stored_chunks"] == 0
+    assert not pair.faults.counts
+    assert pair.scheduler.counters()["bypassed_requests"] == 1
+    assert not any("secret" in line or "ud800" in line for line in warnings)
 
 
 def test_settings_that_nobody_knows_are_told_once_and_change_nothing(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from platform import machine
 from typing import TYPE_CHECKING, Any
 
+import vllm.envs
+import vllm.platforms
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
-import vllm
 from lmcache_rs import _native
 from lmcache_rs.config import LMCacheMetadata
 from lmcache_rs.layouts import Layout, MemoryFormat
@@ -169,7 +171,8 @@ def metadata_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> LMCa
     else:
         stored_form = MemoryFormat.OPAQUE.name
         layout = kv_cache_config.kv_cache_layout or "undeclared"
-        layout_id = f"{type(spec).__name__}-{layout}-{spec.page_size_bytes}"
+        content = _block_content(vllm_config, spec)
+        layout_id = f"{type(spec).__name__}-{layout}-{spec.page_size_bytes}-{content}"
     return LMCacheMetadata(
         model_name=vllm_config.model_config.model,
         world_size=1,
@@ -180,6 +183,42 @@ def metadata_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> LMCa
         block_size=spec.block_size,
         num_layers=len(group.layer_names),
     )
+
+
+def _block_content(vllm_config: VllmConfig, spec: Any) -> str:
+    """Whatever decides how an attention backend arranges the bytes inside a block.
+
+    Its layout does not say: a backend may interleave or pack K and V as it likes, differently in
+    another release or on another processor. Both halves must know it, and only one sees tensors.
+    """
+    platform = vllm.platforms.current_platform
+    backend = getattr(getattr(vllm_config, "attention_config", None), "backend", None)
+    parts = [f"vllm{vllm.__version__}", platform.device_type, getattr(backend, "name", "auto")]
+    if platform.is_cpu():
+        parts += [machine(), _cpu_packing(vllm_config, spec)]
+    else:
+        if getattr(vllm.envs, "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", False):
+            parts.append("shuffled")
+        # Where the backend is chosen automatically, it is chosen by this.
+        parts.append(str(platform.get_device_capability()))
+    return "-".join(parts)
+
+
+def _cpu_packing(vllm_config: VllmConfig, spec: Any) -> str:
+    try:
+        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+        dtype: Any = vllm_config.model_config.dtype  # resolved by now
+        return _get_attn_isa(
+            dtype,
+            spec.block_size,
+            spec.head_size,
+            vllm_config.cache_config.cache_dtype,
+        )
+    except Exception as error:
+        # Another release: this start then is alone with its blocks.
+        logger.warning("lmcache_rs: vLLM does not say how its CPU attention packs KV: %s", error)
+        return engine_start_of(vllm_config)
 
 
 def kv_tensors(
@@ -286,10 +325,36 @@ def bypass_reason(request: Request) -> str | None:
     if getattr(request, "resumable", False):
         # Each piece of a streamed prompt replaces tokens behind what is computed.
         return "its prompt is streamed in, and its tokens may change"
+    if request.prompt_embeds is not None and request.prompt_token_ids is not None:
+        # vLLM hashes ids and embeddings, and not which of the two a position is computed from.
+        return "its prompt mixes tokens and embeddings, and vLLM's hashes do not say which is where"
     return None
 
 
 def request_configs_of(request: Request) -> dict[str, Any]:
-    """The `lmcache.*` entries of the request's kv_transfer_params."""
-    params = request.kv_transfer_params or {}
+    """The `lmcache.*` entries of the request's kv_transfer_params.
+
+    Raises:
+        TypeError: These are no names with values.
+    """
+    params: object = request.kv_transfer_params or {}
+    if not isinstance(params, Mapping) or not all(isinstance(name, str) for name in params):
+        raise TypeError("its kv_transfer_params are no names with values")
     return {name: value for name, value in params.items() if name.startswith("lmcache.")}
+
+
+def require_hashable(request: Request) -> None:
+    """Refuses texts that can be no part of a hash, before any chunk is asked for.
+
+    Raises:
+        ValueError: A salt, identifier or name has a lone surrogate; the text is not shown.
+    """
+    adapter = request.lora_request
+    texts = [request.cache_salt, *(item.identifier for item in request.mm_features or ())]
+    if adapter is not None:
+        texts += [adapter.lora_name, adapter.lora_path]
+    for text in texts:
+        try:
+            (text or "").encode()
+        except UnicodeEncodeError:
+            raise ValueError("its salt, or the name of an item or adapter, is no text") from None

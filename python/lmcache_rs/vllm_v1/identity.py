@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from lmcache_rs import _native
 from lmcache_rs.config_intake import ConfigError, switch
-from lmcache_rs.fingerprint import Stamp, adapter_digest, adapter_stamp
+from lmcache_rs.fingerprint import Digest, Stamp, adapter_digest, adapter_stamp
 from lmcache_rs.identity import NONE, Identity, identity_of
 from lmcache_rs.key import HASH_BYTES, TAG_PREFIX, Namespaces
 from lmcache_rs.token_database import resolve_none_hash
 from lmcache_rs.vllm_v1 import compat
+from lmcache_rs.vllm_v1.model_identity import adapter_settings_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -98,8 +99,19 @@ class UnknownAdapterError(ValueError):
 
 
 @dataclass(slots=True)
-class _Adapter:
-    digest: str
+class LoadedAdapter:
+    """What the engine holds under one of its adapter ids, from one loading to the next.
+
+    Args:
+        number: vLLM's id.
+        folder: Where its files were read from.
+        files: Digest of these files.
+        is_certain: Whether they have been so ever since.
+    """
+
+    number: int
+    folder: Path
+    files: str
     is_certain: bool = True
 
 
@@ -110,42 +122,67 @@ class Adapters:
     may read them anew at any time after that. So when files change under an id, nobody can tell any
     more which weights the engine computes with. A request that says `load_inplace` makes it read
     them now.
+
+    Args:
+        settings: What the engine makes of any adapter's files, as a digest.
     """
 
-    def __init__(self) -> None:
-        # By vLLM's id, which is a process's own: it names the loading, not the weights. None is
-        # ever forgotten: it would be taken for a new one.
-        self._loaded: dict[tuple[int, str, str], _Adapter] = {}
+    def __init__(self, settings: str = NONE) -> None:
+        self._settings = settings
+        # By vLLM's id alone, as vLLM keeps them: it asks neither name nor path of an id that it
+        # has loaded. None is ever forgotten: it would be taken for a new one.
+        self._loaded: dict[int, LoadedAdapter] = {}
         self._digests: OrderedDict[tuple[str, Stamp], str] = OrderedDict()
 
-    def digest(self, adapter: LoRARequest) -> str:
-        """Digest of the files that the engine has loaded, or will load, for this adapter.
+    def loaded(self, adapter: LoRARequest) -> LoadedAdapter:
+        """What the engine has loaded, or will load, for this adapter.
 
         Raises:
-            UnknownAdapterError: They cannot be read here, or have changed since they were loaded.
+            UnknownAdapterError: Its files cannot be read here, or are others than those that were
+                loaded under its id.
         """
+        number = adapter.lora_int_id
         try:
             folder = _adapter_folder(adapter.lora_path)
-            found = self._digest_of(folder, adapter_stamp(folder))
+            files = self._digest_of(folder, adapter_stamp(folder))
         except OSError as error:
             raise UnknownAdapterError(
                 f"the files of adapter {adapter.lora_name!r} cannot be read ({error})"
             ) from error
-        name = (adapter.lora_int_id, adapter.lora_name, adapter.lora_path)
-        loaded = self._loaded.get(name)
-        if loaded is None or adapter.load_inplace:
+        loaded = self._loaded.get(number)
+        if loaded is None or (adapter.load_inplace and not self._is(loaded, files)):
             if loaded is None and len(self._loaded) >= MAX_ADAPTERS:
                 raise UnknownAdapterError(f"more than {MAX_ADAPTERS} adapters have been loaded")
-            loaded = self._loaded[name] = _Adapter(found)
-        if loaded.digest != found:
+            loaded = self._loaded[number] = LoadedAdapter(number, folder, files)
+        if not self._is(loaded, files):
             # For good: what was read in the meantime stays in the engine when the files come back.
             loaded.is_certain = False
-        if not loaded.is_certain:
             raise UnknownAdapterError(
                 f"the files of adapter {adapter.lora_name!r} have changed since vLLM was first "
-                "asked for it; load it again under another id"
+                f"asked for its id, {number}; load it again under another id"
             )
-        return found
+        return loaded
+
+    def digest(self, adapter: LoRARequest, loaded: LoadedAdapter) -> str:
+        """Digest of an adapter's files and of what the engine makes of them."""
+        shape = "3d" if adapter.is_3d_lora_weight else "2d"
+        digest = Digest("adapter").add("files", loaded.files.encode()).add("shape", shape.encode())
+        return digest.add("settings", self._settings.encode()).hex()
+
+    def is_current(self, loaded: LoadedAdapter) -> bool:
+        """Whether the engine still computes with it, as far as anybody can tell."""
+        if self._loaded.get(loaded.number) is not loaded:
+            return False
+        try:
+            files = self._digest_of(loaded.folder, adapter_stamp(loaded.folder))
+        except OSError:
+            return False
+        loaded.is_certain = self._is(loaded, files)
+        return loaded.is_certain
+
+    @staticmethod
+    def _is(loaded: LoadedAdapter, files: str) -> bool:
+        return loaded.is_certain and loaded.files == files
 
     def _digest_of(self, folder: Path, stamp: Stamp) -> str:
         place = (str(folder), stamp)
@@ -187,11 +224,13 @@ class RequestIdentity:
         namespace: Where its chunks live; None when it does not use the cache.
         can_save: Whether its KV may be stored.
         epoch: The epoch it belongs to: after a reset it is another one.
+        adapter: The adapter it is computed with.
     """
 
     namespace: str | None
     can_save: bool
     epoch: str
+    adapter: LoadedAdapter | None
 
 
 class Identities:
@@ -202,6 +241,7 @@ class Identities:
         metadata: Facts of the model.
         engine: What the engine's own hashes are, where they are to be keys.
         bypass_items: Why requests with multimodal items must not use the cache, if they must not.
+        adapter_settings: What the engine makes of any adapter's files, as a digest.
     """
 
     def __init__(
@@ -210,6 +250,7 @@ class Identities:
         metadata: LMCacheMetadata,
         engine: EngineHashes | None = None,
         bypass_items: str | None = None,
+        adapter_settings: str = NONE,
     ) -> None:
         if (config.chain == "engine") != (engine is not None):
             raise ValueError(f"chain is {config.chain!r}; the engine's hashes belong to 'engine'")
@@ -220,7 +261,7 @@ class Identities:
         base = identity_of(config, metadata, chain="own", none_hash=self._none_hash, registered={})
         self._base = dataclasses.replace(base, adapter=NONE)
         self._is_resolved = engine is None
-        self._adapters = Adapters()
+        self._adapters = Adapters(adapter_settings)
         self._namespaces: OrderedDict[str, Namespaces] = OrderedDict()
         self._reported: set[str] = set()
         self.epoch = NONE
@@ -239,12 +280,24 @@ class Identities:
             reason = self._bypass_items
         if reason is not None:
             raise ValueError(reason)
-        adapter = NONE
+        compat.require_hashable(request)
+        adapter, loaded = NONE, None
         if request.lora_request is not None:
-            adapter = self._adapters.digest(request.lora_request)
+            loaded = self._adapters.loaded(request.lora_request)
+            adapter = self._adapters.digest(request.lora_request, loaded)
         namespace = self._namespace(adapter).text(configs)
         self._report_unknown(configs)
-        return RequestIdentity(namespace, not self._skips_save(configs), self.epoch)
+        return RequestIdentity(namespace, not self._skips_save(configs), self.epoch, loaded)
+
+    def is_current(self, epoch: str, adapter: LoadedAdapter | None) -> bool:
+        """Whether what is computed now belongs under the name a request was given before.
+
+        Weights may be replaced while it runs: ahead of a reset, or an adapter's by new files and a
+        load in place, which reaches the engine before any request of theirs reaches this half.
+        """
+        if epoch != self.epoch:
+            return False
+        return adapter is None or self._adapters.is_current(adapter)
 
     def chain(self, request: Request) -> tuple[Chain, compat.ExtraKeys | NoExtraKeys]:
         """An empty chain of the request, and what enters it beside the tokens."""
@@ -343,7 +396,13 @@ def identities_of(
     if config.chain == "engine":
         engine = engine_hashes_of(config, vllm_config, kv_cache_config)
     try:
-        return Identities(config, metadata, engine, items_bypass_reason(vllm_config))
+        return Identities(
+            config,
+            metadata,
+            engine,
+            items_bypass_reason(vllm_config),
+            adapter_settings_of(vllm_config),
+        )
     except ValueError as error:
         raise compat.UnsupportedEngineError(
             f"lmcache_rs cannot name this model's chunks: {error}; give it a shorter name with "

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import logging
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lmcache_rs.fingerprint import Digest, model_fingerprint, weights_of
+from vllm import envs
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -16,6 +18,30 @@ if TYPE_CHECKING:
     from lmcache_rs.model_facts import LMCacheMetadata
 
 logger = logging.getLogger("vllm.lmcache_rs")
+
+# They differ in how fast they read the same files.
+_SAME_FILES = frozenset({"auto", "safetensors", "fastsafetensors", "instanttensor", "ipc_cache"})
+_ELSEWHERE = frozenset({"tensorizer", "modelexpress"})
+"""Their settings name the weights; the model's folder need not hold these."""
+# How an image becomes inputs, where its identifier, which a client may choose, does not say so.
+_ITEM_SETTINGS = (
+    "mm_processor_kwargs",
+    "mm_device_do_normalize",
+    "mm_encoder_attn_dtype",
+    "video_pruning_rate",
+    "video_pruning_method",
+    "language_model_only",
+)
+_QUANTISATION_FILE = "quantization_config_file"
+# Of vLLM's variables, those that say how weights are quantised.
+_ENVIRONMENT = ("VLLM_HUMMING_ONLINE_QUANT_CONFIG", "VLLM_HUMMING_INPUT_QUANT_CONFIG")
+_ADAPTER_SETTINGS = (
+    "lora_dtype",
+    "target_modules",
+    "enable_tower_connector_lora",
+    "enable_mixed_moe_lora_format",
+    "enable_moe_shared_loras",
+)
 
 
 def model_name_of(vllm_config: VllmConfig) -> str:
@@ -68,17 +94,50 @@ def _of_model(vllm_config: VllmConfig, model: ModelConfig, engine_start: str) ->
 
 def _settings(vllm_config: VllmConfig, model: ModelConfig) -> dict[str, Any]:
     config = model.hf_config.to_dict()
+    overrides = getattr(model, "hf_overrides", None)
+    if isinstance(overrides, dict) and overrides.get(_QUANTISATION_FILE):
+        # Its place says nothing, and differs by host.
+        file = Path(str(overrides[_QUANTISATION_FILE]))
+        config = {**config, _QUANTISATION_FILE: hashlib.sha256(file.read_bytes()).hexdigest()}
     settings = {
         "config": config,
         "dtype": str(model.dtype),
         "quantization": model.quantization,
-        "calculate_kv_scales": getattr(vllm_config.cache_config, "calculate_kv_scales", None),
+        "quantization_config": getattr(model, "quantization_config", None),
+        "model_impl": str(getattr(model, "model_impl", None)),
+        "model_class_overrides": getattr(model, "model_class_overrides", None),
+        "kv_cache_dtype_skip_layers": getattr(
+            vllm_config.cache_config, "kv_cache_dtype_skip_layers", None
+        ),
+        "environment": {name: getattr(envs, name, None) for name in _ENVIRONMENT},
         "disable_sliding_window": getattr(model, "disable_sliding_window", None),
     }
-    if _scales_rope(config):
-        # Some scalings choose their factors by the longest prompt that the engine takes.
+    load_format = _load_format(vllm_config)
+    if load_format not in _SAME_FILES:
+        # Of a folder that holds several, it reads other files.
+        settings["load_format"] = load_format
+    items = getattr(model, "multimodal_config", None)
+    if items is not None:
+        settings["items"] = {name: getattr(items, name, None) for name in _ITEM_SETTINGS}
+    if _scales_rope(config) or "llama4" in str(config.get("model_type")):
+        # Some scalings, and Llama 4's attention temperature, go by the longest prompt that the
+        # engine takes.
         settings["max_model_len"] = model.max_model_len
     return settings
+
+
+def _load_format(vllm_config: VllmConfig) -> str:
+    load_format = vllm_config.load_config.load_format
+    return str(getattr(load_format, "value", load_format))
+
+
+def adapter_settings_of(vllm_config: VllmConfig) -> str:
+    """Digest of what the engine makes of any adapter's files: in which type, for which modules."""
+    lora = getattr(vllm_config, "lora_config", None)
+    settings = {name: getattr(lora, name, None) for name in _ADAPTER_SETTINGS}
+    # A list of suffixes is a set.
+    settings["target_modules"] = sorted(settings["target_modules"] or ()) or None
+    return model_fingerprint(settings, "none")
 
 
 def _scales_rope(config: object) -> bool:
@@ -100,10 +159,11 @@ def _scales_rope(config: object) -> bool:
 
 
 def _weights(vllm_config: VllmConfig, model: ModelConfig) -> str:
-    load = vllm_config.load_config
-    load_format = str(getattr(load.load_format, "value", load.load_format))
+    load, load_format = vllm_config.load_config, _load_format(vllm_config)
     if load_format == "dummy":
         return f"dummy:{model.seed}"
+    if load_format in _ELSEWHERE:
+        raise FileNotFoundError(f"load format {load_format} takes them from somewhere else")
     place = Path(model.model)
     if place.exists():
         return weights_of(place)

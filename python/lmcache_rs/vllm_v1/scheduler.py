@@ -15,7 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from lmcache_rs import _native, lookup
 from lmcache_rs.vllm_v1 import compat
-from lmcache_rs.vllm_v1.identity import Chain, Identities, NoExtraKeys, RequestIdentity
+from lmcache_rs.vllm_v1.identity import (
+    Chain,
+    Identities,
+    LoadedAdapter,
+    NoExtraKeys,
+    RequestIdentity,
+)
 from lmcache_rs.vllm_v1.metadata import (
     NULL_BLOCK,
     LMCacheConnectorMetadata,
@@ -48,6 +54,7 @@ class RequestTracker:
         namespace: Where its chunks live; None when the request does not use the cache.
         can_save: Whether its KV may be stored.
         epoch: The cache's epoch when it was first seen, or looked up last.
+        adapter: The adapter it is computed with, as it was then.
         chain: Its prefix chain, extended as tokens appear; each token is hashed once.
         extra_keys: What besides the tokens enters the chain.
         saved_tokens: Tokens handed to the worker for saving, or loaded from the store.
@@ -60,6 +67,7 @@ class RequestTracker:
     namespace: str | None
     can_save: bool
     epoch: str
+    adapter: LoadedAdapter | None
     chain: Chain
     extra_keys: compat.ExtraKeys | NoExtraKeys
     saved_tokens: int = 0
@@ -267,7 +275,7 @@ class LMCacheSchedulerHalf:
 
     def _save_end(self, tracker: RequestTracker, computed: int, block_ids: list[int]) -> int:
         """End of the full chunks that may be saved after this step, in tokens."""
-        if not self._saves or not tracker.can_save or tracker.epoch != self._identities.epoch:
+        if not self._saves or not tracker.can_save:
             return 0
         request, chunk_size = tracker.request, self._chunk_size
         # Positions past the known tokens hold drafts, or tokens the scheduler has not seen yet.
@@ -276,6 +284,10 @@ class LMCacheSchedulerHalf:
             end = min(end, request.num_prompt_tokens)
         end = end // chunk_size * chunk_size
         if end <= tracker.saved_tokens:
+            return 0
+        if not self._identities.is_current(tracker.epoch, tracker.adapter):
+            # From here on its KV is neither the old weights' nor the new ones'.
+            tracker.can_save = False
             return 0
         if NULL_BLOCK in block_ids:
             block_tokens = self._block_tokens
@@ -416,14 +428,16 @@ class LMCacheSchedulerHalf:
             and tracker.request is request
             and tracker.chain.num_tokens <= known
             # Looked up, it is computed from its first token on, whatever was before a reset.
-            and not (is_lookup and tracker.epoch != self._identities.epoch)
+            and not (is_lookup and not self._identities.is_current(tracker.epoch, tracker.adapter))
         ):
             return tracker
         try:
             identity = self._identities.of(request)
         except (TypeError, ValueError) as error:
             # What cannot be part of a key must not be left out of it.
-            identity = RequestIdentity(None, can_save=False, epoch=self._identities.epoch)
+            identity = RequestIdentity(
+                None, can_save=False, epoch=self._identities.epoch, adapter=None
+            )
             self._counts["bypassed_requests"] += 1
             if self._may_log():
                 compat.logger.warning(
@@ -435,6 +449,7 @@ class LMCacheSchedulerHalf:
             namespace=identity.namespace,
             can_save=identity.can_save,
             epoch=identity.epoch,
+            adapter=identity.adapter,
             chain=chain,
             extra_keys=extra_keys,
         )
