@@ -44,6 +44,6 @@ def test_every_fault_has_its_line_in_the_documentation() -> None:
     package = ROOT / "python" / "lmcache_rs" / "storage"
     source = "".join((package / f"{name}.py").read_text() for name in ("lane", "tier", "manager"))
     noted = re.findall(r'(?:note|_Refused)\(\s*"(\w+)"', source)
-    refused = re.findall(r'refused = "(\w+)"', source)
+    refused = re.findall(r'(?:refused =|return) "(\w+)"', source)
     documented = re.findall(r"`faults_(\w+)`", (ROOT / "docs" / "storage-backends.md").read_text())
     assert {*noted, *refused} == set(documented)
