@@ -64,6 +64,8 @@ check: check-rust check-python ## formats, lints, types, and the stub against th
 check-rust: setup
 	cargo fmt --all --check
 	$(CARGO) clippy --workspace --all-targets --locked -- -D warnings
+	@# The benches are a workspace of their own, whose lock must follow the crates'.
+	$(CARGO) metadata --locked --format-version 1 --manifest-path benches/rust/Cargo.toml >/dev/null
 
 check-python: installed
 	"$(PY)" -m ruff format --check $(PYTHON_CODE)
