@@ -255,8 +255,7 @@ class LMCacheEngine:
         if self.local_cpu is None or registration is None:
             return 0
         _, registered, namespaces = registration
-        with_tail = self._save_unfull_chunk and registered.layout != "opaque"
-        hashes, covered = self._chain(tokens, extra_keys, with_tail=with_tail)
+        hashes, covered = self._chain(registered, tokens, extra_keys)
         namespace = namespaces.text(request_configs)
         if lookup_id is None:
             hit_chunks = self.local_cpu.longest_prefix(namespace, hashes)
@@ -411,8 +410,7 @@ class LMCacheEngine:
         first = 0
         if mask is not None:
             first = _native.leading_false(mask_bytes(mask), num_tokens) // self.chunk_size
-        with_tail = self._save_unfull_chunk and registered.layout != "opaque"
-        hashes, covered = self._chain(tokens, extra_keys, with_tail=with_tail)
+        hashes, covered = self._chain(registered, tokens, extra_keys)
         where = {"num_tokens": covered, "slots": slots, "first": first}
         return _Asked(registered, namespaces.text(request_configs), hashes, where)
 
@@ -438,8 +436,7 @@ class LMCacheEngine:
         _, registered, namespaces = self._register(kvcaches)
         if registered.layout == "opaque":
             skip = -(-skip // registered.block_tokens) * registered.block_tokens
-        with_tail = self._save_unfull_chunk and registered.layout != "opaque"
-        hashes, covered = self._chain(tokens, extra_keys, with_tail=with_tail)
+        hashes, covered = self._chain(registered, tokens, extra_keys)
         where = {
             "lookup_id": req_id or _NO_LOOKUP,
             "num_tokens": covered,
@@ -508,8 +505,11 @@ class LMCacheEngine:
             )
         )
 
-    def _chain(self, tokens: Tokens, extra_keys: object, *, with_tail: bool) -> tuple[bytes, int]:
+    def _chain(
+        self, registered: RegisteredCache, tokens: Tokens, extra_keys: object
+    ) -> tuple[bytes, int]:
         """Packed hashes of the prompt's chunks, and the tokens they cover."""
+        with_tail = self._save_unfull_chunk and registered.layout != "opaque"
         extra = None if extra_keys is None else _native.encode_extra_keys(extra_keys)
         chain = self.token_database.new_chain()
         chain.extend(token_buffer(tokens), extra)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import collections
-import contextlib
 import logging
-import threading
-import time
+
+from lmcache_rs.faults import FaultCounts
 
 logger = logging.getLogger("lmcache_rs")
-SECONDS_BETWEEN_LINES = 10.0
 
 
-class TierFaults:
+class TierFaults(FaultCounts):
     """Counts the faults of one tier. A reason is one word, and part of a counter's name.
 
     Args:
@@ -20,10 +17,8 @@ class TierFaults:
     """
 
     def __init__(self, tier: str) -> None:
+        super().__init__()
         self._tier = tier
-        self._lock = threading.Lock()
-        self._said_at: dict[str, float] = {}
-        self.counts: collections.Counter[str] = collections.Counter()
 
     def note(
         self,
@@ -43,16 +38,8 @@ class TierFaults:
             key: The chunk's key, if it is about one.
             error: The exception behind it, if there is one.
         """
-        now = time.monotonic()
-        with self._lock:
-            self.counts[reason] += 1
-            count = self.counts[reason]
-            if now - self._said_at.get(reason, -SECONDS_BETWEEN_LINES) < SECONDS_BETWEEN_LINES:
-                return
-            self._said_at[reason] = now
-        # Counted it is; that it cannot be said (an exception that has no text, a filter of the log
-        # that raises) is no fault of whoever asked the tier.
-        with contextlib.suppress(Exception):
+
+        def say(count: int) -> None:
             logger.warning(
                 "lmcache_rs: fault %d of kind %r in tier %s, %s%s, taken as a miss: %s%s",
                 count,
@@ -64,3 +51,5 @@ class TierFaults:
                 f" (errno {error.errno})" if isinstance(error, OSError) and error.errno else "",
                 exc_info=error,
             )
+
+        self.count(reason, say)

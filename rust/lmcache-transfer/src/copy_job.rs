@@ -20,6 +20,20 @@ pub struct ChunkSpan<'a> {
     pub placement: Placement<'a>,
 }
 
+impl ChunkSpan<'_> {
+    /// The copies of one layer, and the bytes that the whole chunk takes in it.
+    pub(crate) fn plan(&self, paged: &PagedCache) -> Result<(CopyPlan, usize), TransferError> {
+        let &Self {
+            num_tokens,
+            skip,
+            placement,
+        } = self;
+        let layout = paged.layout();
+        let plan = CopyPlan::build(layout, paged.num_blocks(), num_tokens, skip, placement)?;
+        Ok((plan, layout.layer_bytes(num_tokens)?))
+    }
+}
+
 /// Chunks that are being moved between an engine's cache and the store.
 ///
 /// `C` is [`ChunkMut`] on the way in (a store) and [`MemoryObj`] on the way out (a load), or a borrowed slice
@@ -45,17 +59,11 @@ impl<C> CopyJob<C> {
         chunks: impl IntoIterator<Item = (C, ChunkSpan<'a>)>,
     ) -> Result<Self, TransferError> {
         let planned = chunks.into_iter().map(|(chunk, span)| {
-            let layout = paged.layout();
-            let ChunkSpan {
-                num_tokens,
-                skip,
-                placement,
-            } = span;
-            let plan = CopyPlan::build(layout, paged.num_blocks(), num_tokens, skip, placement)?;
+            let (plan, layer_bytes) = span.plan(paged)?;
             Ok(Part {
                 chunk,
                 plan,
-                layer_bytes: layout.layer_bytes(num_tokens)?,
+                layer_bytes,
             })
         });
         let parts = planned.collect::<Result<_, TransferError>>()?;

@@ -32,16 +32,11 @@ impl LayerCopy {
         spans: impl IntoIterator<Item = ChunkSpan<'a>>,
     ) -> Result<Self, TransferError> {
         let planned = spans.into_iter().map(|span| {
-            let ChunkSpan {
-                num_tokens,
-                skip,
-                placement,
-            } = span;
-            let layout = paged.layout();
+            let (plan, layer_bytes) = span.plan(paged)?;
             Ok(Planned {
-                plan: CopyPlan::build(layout, paged.num_blocks(), num_tokens, skip, placement)?,
-                num_tokens,
-                layer_bytes: layout.layer_bytes(num_tokens)?,
+                plan,
+                num_tokens: span.num_tokens,
+                layer_bytes,
             })
         });
         let spans = planned.collect::<Result<_, TransferError>>()?;
