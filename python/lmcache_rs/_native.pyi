@@ -244,6 +244,7 @@ class PagedCache:
         block_bytes: int,
         block_stride: int,
         keep_alive: object,
+        copy_threads: int | None = None,
     ) -> PagedCache: ...
     @staticmethod
     def tokens(
@@ -259,7 +260,10 @@ class PagedCache:
         head_stride: int,
         run_bytes: int,
         keep_alive: object,
+        copy_threads: int | None = None,
     ) -> PagedCache: ...
+    @property
+    def copy_threads(self) -> int: ...
     @property
     def num_layers(self) -> int: ...
     def chunk_bytes(self, num_tokens: int) -> int: ...

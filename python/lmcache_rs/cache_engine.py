@@ -331,7 +331,12 @@ class LMCacheEngine:
             LayoutError: The tensors cannot have the engine's layout, or are stored in another form
                 than the metadata states.
         """
-        registered = register(kvcaches, self.layout, block_tokens=block_tokens)
+        registered = register(
+            kvcaches,
+            self.layout,
+            block_tokens=block_tokens,
+            copy_threads=self.config.copy_threads,
+        )
         stored_form = registered.form.fmt.name
         if self.metadata.stored_form not in (None, stored_form):
             raise LayoutError(

@@ -59,6 +59,7 @@ class LMCacheEngineConfig:
     min_retrieve_tokens: int
     lookup_timeout_ms: int
     lease_timeout_ms: int
+    copy_threads: int
     strict: bool
     lmcache_instance_id: str | None
     log_requests: bool

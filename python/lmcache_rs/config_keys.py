@@ -229,6 +229,16 @@ HONOURED: Mapping[str, Key] = {
             maximum=_MAX_MS,
         ),
         Key(
+            "copy_threads",
+            "int",
+            4,
+            "threads",
+            "Threads that one large copy in host memory may use, the engine's own included; never "
+            "more than the processors it may run on. 1 where the engine's threads need them all.",
+            minimum=1,
+            maximum=256,
+        ),
+        Key(
             "strict",
             "bool",
             False,

@@ -36,6 +36,7 @@ SAMPLES: dict[str, tuple[Any, str]] = {
     "min_retrieve_tokens": (300, "300"),
     "lookup_timeout_ms": (50, "50"),
     "lease_timeout_ms": (1000, "1000"),
+    "copy_threads": (2, "2"),
     "strict": (True, "1"),
     "lmcache_instance_id": ("node-7", "node-7"),
     "log_requests": (False, "off"),

@@ -245,6 +245,18 @@ def test_a_block_table_refuses_chunks_that_begin_inside_a_block() -> None:
             engine.load_chunks("r", "ns", bytes(64), [0, 1, 2], skip=0)
 
 
+@pytest.mark.parametrize("copy_threads", [1, 4])
+def test_the_setting_bounds_the_threads_of_a_copy(copy_threads: int) -> None:
+    with LMCacheEngine(settings(copy_threads=copy_threads), META) as engine:
+        registered = engine.register_kv_caches(five_axes("KBNHD")())
+        assert registered.native.copy_threads == copy_threads
+    with LMCacheEngine(
+        settings(copy_threads=copy_threads), replace(META, block_size=4), layout="opaque"
+    ) as engine:
+        registered = engine.register_kv_caches(fused("BLHNC")(), block_tokens=4)
+        assert registered.native.copy_threads == copy_threads
+
+
 def test_the_block_size_is_part_of_the_key_of_opaque_blocks_alone() -> None:
     def namespace(layout: Layout, caches: list[torch.Tensor], block_size: int) -> str:
         meta = replace(META, block_size=block_size)

@@ -78,7 +78,11 @@ class RegisteredCache:
 
 
 def register(
-    kvcaches: Sequence[torch.Tensor], layout: Layout, *, block_tokens: int | None = None
+    kvcaches: Sequence[torch.Tensor],
+    layout: Layout,
+    *,
+    block_tokens: int | None = None,
+    copy_threads: int | None = None,
 ) -> RegisteredCache:
     """Registers one tensor a layer, all layers alike, and tries the registration.
 
@@ -88,6 +92,7 @@ def register(
         kvcaches: The layers' tensors, in host memory.
         layout: What their axes mean; see docs/layouts.md.
         block_tokens: Tokens of a block; needed for `opaque`, whose tensors do not show it.
+        copy_threads: How many threads a large copy may use, the caller's own included; unset: four.
 
     Raises:
         LayoutError: The tensors differ, are not in host memory, or cannot have this layout.
@@ -99,7 +104,7 @@ def register(
             raise LayoutError(
                 "the opaque layout needs block_tokens, the number of tokens of a block"
             )
-        return _register_opaque(kvcaches, block_tokens)
+        return _register_opaque(kvcaches, block_tokens, copy_threads)
     first = kvcaches[0]
     axes = token_axes(layout, first.shape, first.stride())
     if block_tokens not in (None, axes.block_tokens):
@@ -108,10 +113,10 @@ def register(
             f"{list(first.shape)} has {axes.block_tokens} tokens; state that or leave it out"
         )
     try:
-        registered = _register_tokens(kvcaches, layout, axes)
+        registered = _register_tokens(kvcaches, layout, axes, copy_threads)
         _try_tokens(registered, kvcaches, axes)
     except (LayoutError, ValueError) as error:
-        return _fall_back(kvcaches, layout, axes, str(error))
+        return _fall_back(kvcaches, layout, axes, copy_threads, str(error))
     return registered
 
 
@@ -133,7 +138,7 @@ def _require_alike(kvcaches: Sequence[torch.Tensor]) -> None:
 
 
 def _register_tokens(
-    kvcaches: Sequence[torch.Tensor], layout: Layout, axes: TokenAxes
+    kvcaches: Sequence[torch.Tensor], layout: Layout, axes: TokenAxes, copy_threads: int | None
 ) -> RegisteredCache:
     element = kvcaches[0].element_size()
     native = _native.PagedCache.tokens(
@@ -148,6 +153,7 @@ def _register_tokens(
         head_stride=axes.head_stride * element,
         run_bytes=axes.head_size * element,
         keep_alive=_owners(kvcaches),
+        copy_threads=copy_threads,
     )
     form = StoredForm(
         fmt=axes.stored_format,
@@ -161,12 +167,16 @@ def _register_tokens(
 
 
 def _fall_back(
-    kvcaches: Sequence[torch.Tensor], layout: Layout, axes: TokenAxes, reason: str
+    kvcaches: Sequence[torch.Tensor],
+    layout: Layout,
+    axes: TokenAxes,
+    copy_threads: int | None,
+    reason: str,
 ) -> RegisteredCache:
     try:
         if axes.order[0] != "B":
             raise LayoutError("a block is not one run of bytes")
-        registered = _register_opaque(kvcaches, axes.block_tokens, reason)
+        registered = _register_opaque(kvcaches, axes.block_tokens, copy_threads, reason)
     except (LayoutError, ValueError) as error:
         raise LayoutError(
             f"layout {layout!r} cannot be certified: {reason}; nor can whole blocks: {error}; "
@@ -182,7 +192,10 @@ def _fall_back(
 
 
 def _register_opaque(
-    kvcaches: Sequence[torch.Tensor], block_tokens: int, reason: str | None = None
+    kvcaches: Sequence[torch.Tensor],
+    block_tokens: int,
+    copy_threads: int | None,
+    reason: str | None = None,
 ) -> RegisteredCache:
     first = kvcaches[0]
     num_blocks, *inner = first.shape if first.dim() else (0,)
@@ -201,6 +214,7 @@ def _register_opaque(
         block_bytes=first[0].numel() * element,
         block_stride=first.stride(0) * element,
         keep_alive=_owners(kvcaches),
+        copy_threads=copy_threads,
     )
     form = StoredForm(
         fmt=MemoryFormat.OPAQUE,

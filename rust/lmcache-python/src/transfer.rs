@@ -25,6 +25,7 @@ impl PagedCache {
         layers: &[(usize, usize)],
         layout: PagedLayout,
         num_blocks: usize,
+        copy_threads: Option<usize>,
         keep_alive: Py<PyAny>,
     ) -> PyResult<Self> {
         // SAFETY: the caller vouches for the addresses (they are `data_ptr()` of tensors) and hands over the
@@ -33,9 +34,12 @@ impl PagedCache {
         // runs ahead, the time until the engine has waited for the layer.
         let paged =
             unsafe { host::PagedCache::new(layers, layout, num_blocks, Box::new(keep_alive)) };
-        Ok(Self(Owned::new(Arc::new(
-            paged.map_err(NativeError::from)?,
-        ))))
+        let paged = paged.map_err(NativeError::from)?;
+        let paged = match copy_threads {
+            Some(copy_threads) => paged.with_max_threads(copy_threads),
+            None => paged,
+        };
+        Ok(Self(Owned::new(Arc::new(paged))))
     }
 
     pub(crate) fn cache(&self) -> Result<&Arc<host::PagedCache>, NativeError> {
@@ -45,9 +49,11 @@ impl PagedCache {
 
 #[pymethods]
 impl PagedCache {
-    /// A cache of which only whole blocks have a meaning. `layers`: (address, bytes) each.
+    /// A cache of which only whole blocks have a meaning. `layers`: (address, bytes) each; `copy_threads`: how
+    /// many a copy may use at most, the caller's own included.
     #[staticmethod]
-    #[pyo3(signature = (layers, num_blocks, *, block_tokens, block_bytes, block_stride, keep_alive))]
+    #[pyo3(signature = (layers, num_blocks, *, block_tokens, block_bytes, block_stride, keep_alive,
+        copy_threads=None))]
     fn opaque(
         layers: Vec<(usize, usize)>,
         num_blocks: usize,
@@ -55,19 +61,20 @@ impl PagedCache {
         block_bytes: usize,
         block_stride: usize,
         keep_alive: Py<PyAny>,
+        copy_threads: Option<usize>,
     ) -> PyResult<Self> {
         let layout = PagedLayout::Opaque {
             block_tokens,
             block_bytes,
             block_stride,
         };
-        Self::register(&layers, layout, num_blocks, keep_alive)
+        Self::register(&layers, layout, num_blocks, copy_threads, keep_alive)
     }
 
     /// A cache whose tokens have addresses; strides in bytes. `layers`: (address, bytes) each.
     #[staticmethod]
     #[pyo3(signature = (layers, num_blocks, *, block_tokens, block_stride, token_stride, planes, plane_stride,
-        heads, head_stride, run_bytes, keep_alive))]
+        heads, head_stride, run_bytes, keep_alive, copy_threads=None))]
     #[expect(clippy::too_many_arguments, reason = "the layout's numbers, one each")]
     fn tokens(
         layers: Vec<(usize, usize)>,
@@ -81,6 +88,7 @@ impl PagedCache {
         head_stride: usize,
         run_bytes: usize,
         keep_alive: Py<PyAny>,
+        copy_threads: Option<usize>,
     ) -> PyResult<Self> {
         let layout = PagedLayout::Tokens {
             block_tokens,
@@ -92,13 +100,19 @@ impl PagedCache {
             head_stride,
             run_bytes,
         };
-        Self::register(&layers, layout, num_blocks, keep_alive)
+        Self::register(&layers, layout, num_blocks, copy_threads, keep_alive)
     }
 
     /// Bytes that a chunk of `num_tokens` takes in the stored form, over all layers.
     fn chunk_bytes(&self, num_tokens: usize) -> PyResult<usize> {
         let paged = self.0.get()?;
         Ok(paged.chunk_bytes(num_tokens).map_err(NativeError::from)?)
+    }
+
+    /// Threads that a copy may use, the caller's own included.
+    #[getter]
+    fn copy_threads(&self) -> PyResult<usize> {
+        Ok(self.0.get()?.max_threads())
     }
 
     /// Registered layers.

@@ -79,6 +79,11 @@ impl PagedCache {
         self
     }
 
+    /// Threads that a copy may use, the caller's own included.
+    pub fn max_threads(&self) -> usize {
+        self.tuning.max_threads
+    }
+
     #[cfg(test)]
     fn with_tuning(self, tuning: Tuning) -> Self {
         Self { tuning, ..self }
