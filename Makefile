@@ -20,7 +20,7 @@ CARGO = PYO3_PYTHON="$(PY)" PYO3_BUILD_EXTENSION_MODULE=1 cargo
 PYTHON_CODE := $(wildcard python tests examples scripts benches)
 PYTEST_FOLDERS := $(wildcard tests/unit tests/conformance tests/stateful tests/model)
 
-.PHONY: help setup demo test bench check wheel gpu soak clean
+.PHONY: help setup demo test bench check wheel gpu compat soak clean
 .PHONY: test-rust test-python test-vllm test-wheel check-rust check-python installed
 
 help: ## list the commands
@@ -89,13 +89,13 @@ clean: ## remove what was built, and the environments
 gpu: setup ## run what needs a GPU; one line where there is none
 	@"$(PY)" tests/gpu/run.py
 
+# Never in CI: an environment of its own, made once.
+compat: installed ## run what needs vLLM on the older release that README names
+	@"$(PY)" scripts/compat.py
+
 # Long, and never in CI: every end-to-end test with copies layer by layer, of which `make test` runs
 # a choice (tests/vllm/test_layerwise.py), and ten times the schedules.
 soak: installed ## the long tests: every end-to-end test layer by layer, 10^5 random schedules
 	KV_TEST_LAYERWISE=1 "$(PY)" scripts/e2e.py
 	MODEL_SCHEDULES=100000 "$(PY)" -m pytest tests/model/test_schedules.py
 
-# A name that a later release fills.
-.PHONY: compat
-compat:
-	@echo "make $@: not in this release yet" >&2; exit 1

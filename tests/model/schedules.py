@@ -15,6 +15,7 @@ from settings import MAX_MODEL_LEN, Settings
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
+from vllm.version import __version__ as vllm_version
 from world import BLOCK, CHUNK, CHUNK_BYTES, VOCAB
 
 from lmcache_rs.lookup import LookupClient, Stats, Unknown
@@ -28,6 +29,7 @@ IDENTITIES: tuple[dict[str, Any], ...] = (
 )
 VANISHED = ("one chunk", "all chunks", "one chunk, and one of another size in its place")
 BROKEN = ("unhealthy", "raises")
+_FORGETS_REPLACED_TOKENS = vllm_version.split("+")[0] not in ("0.31.0",)
 BREAKABLE = {"is_healthy", "load_chunks", "layerwise_step"}
 """What of the worker's engine is replaced while it is broken."""
 
@@ -105,6 +107,9 @@ class Schedule:
         self._aborts_after_failure = draw.choice((0.0, 0.5))
         # vLLM 0.32 itself goes wrong where a streamed prompt's answer ends among agreed drafts.
         self._streams = draw.choice((0.0, 0.0, 0.2)) * (not self.settings.num_drafts)
+        # Before 0.32 it keeps the hashes of tokens that a next piece replaces: its own prefix cache
+        # then answers wrongly.
+        self._streams *= _FORGETS_REPLACED_TOKENS
         self._declined = draw.choice((0.0, 0.0, 0.0, 0.3))
         self._ahead = draw.choice((0.0, 0.5, 1.0))
         self._drains = draw.random() < 0.5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import itertools
 import random
@@ -164,10 +165,12 @@ def kv_cache_config(settings: Settings) -> KVCacheConfig:
     spec: KVCacheSpec = FullAttentionSpec(**shape, dtype=torch.float32)
     if settings.window:
         spec = SlidingWindowSpec(**shape, dtype=torch.float32, sliding_window=settings.window)
+    # Fields that came with 0.32 are given where there are any.
+    known = {field.name for field in dataclasses.fields(KVCacheConfig)}
+    newer = {"kv_cache_layout": "LBHNC", "hash_block_size": BLOCK}
     return KVCacheConfig(
         num_blocks=settings.num_blocks,
         kv_cache_tensors=[],
         kv_cache_groups=[KVCacheGroupSpec(LAYER_NAMES, spec)],
-        kv_cache_layout="LBHNC",
-        hash_block_size=BLOCK,
+        **{name: value for name, value in newer.items() if name in known},
     )

@@ -16,6 +16,15 @@ from lmcache_rs import _native
 from lmcache_rs.config import LMCacheMetadata
 from lmcache_rs.layouts import Layout, MemoryFormat
 
+# What loaded tokens count as; vLLM has asked for it since 0.32.
+HOST_HIT_SOURCE: Any
+try:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+except ImportError:
+    HOST_HIT_SOURCE = None
+else:
+    HOST_HIT_SOURCE = CacheHitSource.HOST
+
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
@@ -27,7 +36,8 @@ if TYPE_CHECKING:
 # vLLM formats and shows the records of its own loggers only; ours is a child of them, in name.
 logger = logging.getLogger("vllm.lmcache_rs")
 
-TESTED_VERSIONS = ("0.32.0",)
+TESTED_VERSIONS = ("0.31.0", "0.32.0")
+"""vLLM versions that the end-to-end tests run on."""
 BROKEN_VERSIONS: Mapping[str, str] = {}
 """vLLM versions known not to work, each with the reason."""
 TOKEN_ADDRESSED_BACKENDS = frozenset({"CPU_MLA", "AMX_MLA"})
@@ -106,6 +116,12 @@ def is_in_scheduler_process(vllm_config: VllmConfig) -> bool:
 def block_size_of(kv_cache_config: KVCacheConfig) -> int:
     """Tokens of a block, as the engine resolved it; the user's flag may say otherwise."""
     return int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
+
+
+def hash_block_size_of(kv_cache_config: KVCacheConfig) -> int:
+    """Tokens between two of the engine's own hashes; before 0.32 a block's, of a single group."""
+    told = getattr(kv_cache_config, "hash_block_size", None)
+    return int(told or block_size_of(kv_cache_config))
 
 
 def layer_names_of(kv_cache_config: KVCacheConfig) -> list[str]:

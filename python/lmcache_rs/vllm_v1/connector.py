@@ -15,9 +15,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
 )
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from lmcache_rs.config import ConfigError, LMCacheEngineConfig, disabled_by_environment
+from lmcache_rs.vllm_v1.compat import HOST_HIT_SOURCE
 from lmcache_rs.vllm_v1.manager import LMCacheManager
 from lmcache_rs.vllm_v1.metadata import LMCacheConnectorMetadata, LMCacheWorkerMetadata
 
@@ -46,7 +46,8 @@ def _error_being_handled() -> tuple[int, int]:
 class LMCacheConnectorV1Dynamic(KVConnectorBase_V1):
     """KV that outlives the engine's blocks, handed back through vLLM's connector hooks."""
 
-    _cache_hit_source = CacheHitSource.HOST
+    # Read by vLLM from 0.32 on.
+    _cache_hit_source = HOST_HIT_SOURCE
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig

@@ -418,7 +418,7 @@ def engine_hashes_of(
     Raises:
         ConfigError: Our chunks do not end where they do.
     """
-    hash_block = kv_cache_config.hash_block_size or compat.block_size_of(kv_cache_config)
+    hash_block = compat.hash_block_size_of(kv_cache_config)
     if config.chunk_size % hash_block:
         below = config.chunk_size // hash_block * hash_block
         raise ConfigError(
