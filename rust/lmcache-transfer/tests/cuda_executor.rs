@@ -42,7 +42,7 @@ static COUNTING: Counting = Counting;
 fn what_is_stored_comes_back_and_nothing_else_is_touched() {
     for seed in 1..16 {
         for layout in [OPAQUE, TOKENS] {
-            for path in [CopyPath::Engine, CopyPath::Kernel] {
+            for path in CopyPath::ALL {
                 let fake = Fake::new();
                 fake.be_late(150, seed);
                 round_trip(&Engine::new(&fake, layout), path, seed);
@@ -85,7 +85,7 @@ fn a_layer_neither_allocates_nor_waits() {
         "cuMemHostRegister",
         "cuModuleLoadData",
     ];
-    for path in [CopyPath::Engine, CopyPath::Kernel] {
+    for path in CopyPath::ALL {
         let fake = Fake::new();
         let engine = Engine::new(&fake, TOKENS);
         let slots = slots(&mut Random::new(5));
