@@ -42,13 +42,13 @@ pub(super) const LENGTHS: [usize; 16] = [
 /// Runs of a copy.
 pub(super) const COUNTS: [usize; 8] = [1, 4, 16, 32, 64, 256, 1024, 4096];
 /// The largest copy that is timed, and the page-locked memory that it takes.
-pub(super) const MAX_BYTES: usize = 16 << 20;
+pub(super) const MAX_BYTES: usize = 8 << 20;
 /// Between runs in the cache, so that no two become one.
 const GAP: usize = 256;
 /// A copy this slow is not tried with more runs.
 const SLOW: Duration = Duration::from_millis(8);
 /// Rounds over the whole grid, as far as there is time.
-const ROUNDS: usize = 5;
+const ROUNDS: usize = 3;
 
 /// Costs of both directions, or `None` where `limit` ran out before each had been timed once.
 pub(super) fn costs(executor: &Executor, limit: Duration) -> Result<Option<Costs>, CudaError> {
