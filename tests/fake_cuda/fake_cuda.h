@@ -26,6 +26,8 @@ void fake_cuda_limit_registration(size_t len);
 // kernels that reach host memory themselves, "device" for those that do not. Before the first price it is the
 // host's clock.
 void fake_cuda_price(const char *way, double fixed, double a_piece, double a_byte);
+// Registered host memory lies so far from where the host sees it: a platform with two address spaces.
+void fake_cuda_map_elsewhere(size_t distance);
 // How often a function was called.
 long fake_cuda_calls(const char *call);
 // Streams, events, modules, allocations, registrations and retained contexts that were not given back.

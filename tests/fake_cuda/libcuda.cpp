@@ -95,23 +95,27 @@ struct Driver {
     std::set<std::string> hidden;
     std::map<std::string, Price> prices;
     size_t register_limit = NO_LIMIT;
+    size_t elsewhere = 0;
     unsigned late_us = 0;
     uint64_t random = 1;
     Code sticky = SUCCESS;
 
-    static bool within(const std::map<Address, size_t> &memory, Address at, size_t len) {
-        auto behind = memory.upper_bound(at);
-        if (behind == memory.begin()) {
-            return false;
-        }
-        const auto &[base, size] = *std::prev(behind);
-        return at - base <= size && len <= size - (at - base);
+    bool is_device(Address at) const {
+        auto behind = device_memory.upper_bound(at);
+        return behind != device_memory.begin() && at - std::prev(behind)->first < std::prev(behind)->second;
     }
 
-    bool is_device(Address at) const { return within(device_memory, at, 1); }
-
     bool knows(Address at, size_t len) const {
-        return within(device_memory, at, len) || within(host_memory, at, len);
+        for (const auto *memory : {&device_memory, &host_memory}) {
+            auto behind = memory->upper_bound(at);
+            if (behind != memory->begin()) {
+                const auto &[base, size] = *std::prev(behind);
+                if (at - base <= size && len <= size - (at - base)) {
+                    return true;
+                }
+            }
+        }
+        return false;
     }
 };
 
@@ -470,8 +474,8 @@ Code fake_host_unregister(void *base) {
 
 Code fake_host_device_address(Address *device, void *host, unsigned) {
     ENTER("cuMemHostGetDevicePointer");
-    *device = reinterpret_cast<Address>(host);
-    return d.host_memory.count(*device) ? SUCCESS : INVALID_VALUE;
+    *device = reinterpret_cast<Address>(host) + d.elsewhere;
+    return d.host_memory.count(reinterpret_cast<Address>(host)) ? SUCCESS : INVALID_VALUE;
 }
 
 Code fake_allocate(Address *address, size_t len) {
@@ -720,6 +724,8 @@ CONTROL void fake_cuda_price(const char *way, double fixed, double a_piece, doub
     Guard guard(driver().lock);
     driver().prices[way] = {fixed, a_piece, a_byte};
 }
+
+CONTROL void fake_cuda_map_elsewhere(size_t distance) { driver().elsewhere = distance; }
 
 CONTROL long fake_cuda_calls(const char *call) {
     Guard guard(driver().lock);

@@ -83,6 +83,12 @@ impl Fake {
         unsafe { self.call::<Price>("fake_cuda_price")(way.as_ptr(), fixed, a_piece, a_byte) }
     }
 
+    pub(crate) fn map_elsewhere(&self, distance: usize) {
+        type MapElsewhere = unsafe extern "C" fn(usize);
+        // SAFETY: as declared.
+        unsafe { self.call::<MapElsewhere>("fake_cuda_map_elsewhere")(distance) }
+    }
+
     pub(crate) fn calls(&self, call: &str) -> c_long {
         let call = CString::new(call).expect("a name");
         type Calls = unsafe extern "C" fn(*const c_char) -> c_long;
