@@ -37,8 +37,10 @@ demo: setup ## ask a real model in a real vLLM about a long text, with the cache
 
 test: test-rust test-python test-vllm test-wheel ## run all tests, vLLM's end-to-end ones included
 
+# PyPI's nvcc is among what `make setup` installs, so where the environment is our own the kernels must
+# compile from it alone; an environment that VENV names may lack it.
 test-rust: setup ## the Rust tests alone
-	$(CARGO) test --workspace --locked
+	LMCACHE_RS_PACKAGED_NVCC="$(if $(VENV),,required)" $(CARGO) test --workspace --locked
 	@# Each wait between streams left out once: the torn bytes must be seen.
 	$(CARGO) test --locked -p lmcache-transfer --features planted-removals --test cuda_waits
 	@# Every interleaving that matters of the store's own code, and a planted fault that must be seen.
@@ -95,7 +97,8 @@ compat: installed ## run what needs vLLM on the older release that README names
 
 # Long, and never in CI: every end-to-end test with copies layer by layer, of which `make test` runs
 # a choice (tests/vllm/test_layerwise.py), and ten times the schedules.
-soak: installed ## the long tests: every end-to-end test layer by layer, 10^5 random schedules
+soak: installed ## the long tests: every end-to-end test layer by layer, 10^5 random schedules, data races
+	"$(PY)" scripts/races.py
 	KV_TEST_LAYERWISE=1 "$(PY)" scripts/e2e.py
 	MODEL_SCHEDULES=100000 "$(PY)" -m pytest tests/model/test_schedules.py
 

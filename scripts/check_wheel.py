@@ -33,6 +33,19 @@ import lmcache_rs
 took = (time.perf_counter() - began) * 1e3
 print(json.dumps([took, sorted({name.partition(".")[0] for name in sys.modules})]))
 """
+# The store that every engine has, without torch; /proc/self/maps names what is loaded.
+WITHOUT_DRIVER = """
+import json
+from lmcache_rs import _native
+_native.build_info()
+cpu = _native.LocalCpu(1 << 20, 1000)
+(chunk,) = cpu.allocate([4096])
+memoryview(chunk)[:] = content = bytes(range(256)) * 16
+cpu.put("here", bytes(32), chunk)
+kept = [found.to_bytes() == content for found in cpu.get("here", bytes(32))] == [True]
+mapped = [line.split()[-1] for line in open("/proc/self/maps") if "libcuda" in line]
+print(json.dumps({"mapped": sorted(set(mapped)), "kept": kept}))
+"""
 
 
 def main() -> int:
@@ -47,6 +60,7 @@ def main() -> int:
             (f"{profile} wheel has its parts", partial(parts, path)),
             (f"{profile} wheel needs only the C library", partial(needed, path)),
             (f"{profile} wheel has its CUDA kernels", partial(kernels, path)),
+            (f"{profile} wheel starts without a CUDA driver", partial(no_driver, path)),
         ]
     checks += [
         ("import is quick and light without torch", partial(plain_import, release)),
@@ -105,6 +119,8 @@ def needed(path: Path) -> str:
         told = output("readelf", "-d", archive.extract(name, folder))
     libraries = re.findall(r"\(NEEDED\).*\[(.+)\]", told)
     assert libraries, f"readelf -d names no library for {name}"
+    paths = re.findall(r"\((?:RPATH|RUNPATH)\).*\[(.+)\]", told)
+    assert not paths, f"it looks for libraries in {', '.join(paths)}"
     foreign = [library for library in libraries if not NEEDED.fullmatch(library)]
     assert not foreign, f"it also needs {', '.join(foreign)}"
     return ", ".join(libraries)
@@ -127,6 +143,25 @@ def kernels(path: Path) -> str:
     assert info["cuda_kernels"], f"none: {info['cuda_absent_because']}"
     kilobytes = info["cuda_kernel_bytes"] / 1e3
     return f"nvcc {info['nvcc']}, {kilobytes:.0f} kB for sm {info['cuda_architectures']}"
+
+
+def no_driver(path: Path) -> str:
+    """Store and load in host memory where no driver opens; nothing of CUDA is loaded."""
+    with tempfile.TemporaryDirectory() as folder:
+        with zipfile.ZipFile(path) as archive:
+            archive.extractall(folder)
+        told = subprocess.run(
+            [sys.executable, "-c", WITHOUT_DRIVER],
+            check=True,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=folder,
+            env=os.environ | {"LMCACHE_RS_LIBCUDA": "/nowhere/libcuda.so.1"},
+        ).stdout
+    found = json.loads(told)
+    assert not found["mapped"], f"importing it loads {found['mapped']}"
+    assert found["kept"], "a chunk that was stored is not there"
+    return "nothing of CUDA is loaded"
 
 
 # What a wheel does where it is installed

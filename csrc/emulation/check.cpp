@@ -1,5 +1,6 @@
-// The kernels against naive loops, over random cases: check [cases] [seed]. Meant for -fsanitize=address,undefined:
-// every buffer is exactly as large as it may be, and all bytes that no one may touch are compared too.
+// The kernels against naive loops, over random cases of each: check [cases] [seed] [part] [parts]. Meant for
+// -fsanitize=address,undefined: every buffer is exactly as large as it may be, and all bytes that no one may touch
+// are compared too. Processes may share the kernels: each takes every `parts`-th, from `part` on.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -40,8 +41,9 @@ struct Bytes {
     size_t lead;
     Bytes(Random &random, size_t len, size_t width) : all(), lead(random.below(3) * width) {
         all.resize(lead + len);
-        for (uint8_t &byte : all) {
-            byte = static_cast<uint8_t>(random.next());
+        for (size_t at = 0; at < all.size(); at += sizeof(uint32_t)) {
+            const uint32_t some = static_cast<uint32_t>(random.next());
+            std::memcpy(all.data() + at, &some, std::min(sizeof some, all.size() - at));
         }
         // An allocation is aligned for 16 bytes, and `lead` is a multiple of the width.
     }
@@ -67,11 +69,10 @@ void launch(Random &random, const std::string &name, void *params, uint64_t dept
 
 const size_t WIDTHS[] = {1, 2, 4, 8, 16};
 
-void paged_copy_case(uint64_t seed) {
+void paged_copy_case(uint64_t seed, size_t width, bool gather, bool table) {
     Random random{seed};
     random.next();
-    const size_t width = WIDTHS[random.below(5)];
-    const bool gather = random.below(2), table = random.below(2), opaque = random.below(4) == 0;
+    const bool opaque = random.below(4) == 0;
     const size_t blocks = random.between(1, 6);
     const size_t block_tokens = opaque ? 1 : random.between(1, 5);
     const size_t planes = opaque ? 1 : random.between(1, 2), heads = opaque ? 1 : random.between(1, 4);
@@ -200,10 +201,9 @@ uint32_t load(const uint8_t *at, size_t element) {
     return bits;
 }
 
-void rope_case(uint64_t seed) {
+void rope_case(uint64_t seed, int kind, size_t width) {
     Random random{seed};
     random.next();
-    const int kind = static_cast<int>(random.below(3));
     const size_t element = kind == 0 ? 4 : 2;
     const size_t heads = random.between(1, 3), pairs = random.between(1, 6), beyond = random.below(4);
     const size_t head_stride = (2 * pairs + beyond + random.below(3)) * element;
@@ -275,7 +275,6 @@ void rope_case(uint64_t seed) {
     }
 
     // Its gaps, zeroed.
-    const size_t width = WIDTHS[random.below(5)];
     const size_t row_bytes = width * random.between(1, 20), stride = row_bytes + width * random.below(3);
     Bytes rows(random, (num_tokens - 1) * stride + row_bytes, width), zeroed = rows;
     for (size_t token = 0; token < num_tokens; ++token) {
@@ -332,13 +331,28 @@ void half_precision() {
 int main(int argc, char **argv) {
     const uint64_t cases = argc > 1 ? std::strtoull(argv[1], nullptr, 10) : 100'000;
     const uint64_t seed = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 1;
-    for (uint64_t at = 0; at < cases; ++at) {
-        paged_copy_case(seed + at * 0x9e3779b97f4a7c15ull);
-    }
-    for (uint64_t at = 0; at < cases; ++at) {
-        rope_case(seed + at * 0x9e3779b97f4a7c15ull);
+    const uint64_t part = argc > 3 ? std::strtoull(argv[3], nullptr, 10) : 0;
+    const uint64_t parts = argc > 4 ? std::strtoull(argv[4], nullptr, 10) : 1;
+    uint64_t kernel = 0, checked = 0;
+    const auto each_case = [&](auto run) {
+        if (kernel++ % parts != part) {
+            return;
+        }
+        for (uint64_t at = 0; at < cases; ++at) {
+            run(seed + at * 0x9e3779b97f4a7c15ull, at);
+        }
+        ++checked;
+    };
+    for (const size_t width : WIDTHS) {
+        for (const bool gather : {false, true})
+        for (const bool table : {false, true}) {
+            each_case([&](uint64_t seed, uint64_t) { paged_copy_case(seed, width, gather, table); });
+        }
+        // The three that rotate take turns, so that each comes by at least as often as one that zeroes.
+        each_case([&](uint64_t seed, uint64_t at) { rope_case(seed, static_cast<int>(at % 3), width); });
     }
     half_precision();
-    std::printf("%llu cases of each\n", static_cast<unsigned long long>(cases));
+    std::printf("%llu cases of each of %llu\n", static_cast<unsigned long long>(cases),
+                static_cast<unsigned long long>(checked));
     return 0;
 }

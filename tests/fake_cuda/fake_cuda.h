@@ -21,6 +21,13 @@ void fake_cuda_be_late(unsigned most_us, unsigned long long seed);
 void fake_cuda_hold(uintptr_t stream, int held);
 // No registration may be longer.
 void fake_cuda_limit_registration(size_t len);
+// From now on work takes `fixed` ns and the longer of `a_piece` ns for each piece and `a_byte` ns for each byte, by
+// the clock that events note; other work takes none. `way` is "single" or "batch" for copies, "direct" for copy
+// kernels that reach host memory themselves, "device" for those that do not. Before the first price it is the
+// host's clock.
+void fake_cuda_price(const char *way, double fixed, double a_piece, double a_byte);
+// Registered host memory lies so far from where the host sees it: a platform with two address spaces.
+void fake_cuda_map_elsewhere(size_t distance);
 // How often a function was called.
 long fake_cuda_calls(const char *call);
 // Streams, events, modules, allocations, registrations and retained contexts that were not given back.

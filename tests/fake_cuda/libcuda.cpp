@@ -13,6 +13,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <numeric>
 #include <set>
 #include <string>
 #include <thread>
@@ -50,6 +51,8 @@ const size_t NO_LIMIT = ~size_t{0};
 struct Event {
     uint64_t recorded = 0;
     uint64_t done = 0;
+    bool timed = false;
+    double at_ns = 0;
 };
 
 struct Stream {
@@ -57,12 +60,21 @@ struct Stream {
     bool busy = false;
     bool held = false;
     bool ended = false;
+    // What its work has taken so far, by the prices.
+    double clock_ns = 0;
     std::thread runner;
 };
 
 struct Fault {
     int after;
     Code code;
+};
+
+struct Price {
+    double fixed, a_piece, a_byte;
+    double of(size_t pieces, size_t bytes) const {
+        return fixed + std::max(a_piece * static_cast<double>(pieces), a_byte * static_cast<double>(bytes));
+    }
 };
 
 // One lock for all; work itself runs outside it.
@@ -81,10 +93,17 @@ struct Driver {
     std::map<std::string, long> calls;
     std::map<std::string, Fault> faults;
     std::set<std::string> hidden;
+    std::map<std::string, Price> prices;
     size_t register_limit = NO_LIMIT;
+    size_t elsewhere = 0;
     unsigned late_us = 0;
     uint64_t random = 1;
     Code sticky = SUCCESS;
+
+    bool is_device(Address at) const {
+        auto behind = device_memory.upper_bound(at);
+        return behind != device_memory.begin() && at - std::prev(behind)->first < std::prev(behind)->second;
+    }
 
     bool knows(Address at, size_t len) const {
         for (const auto *memory : {&device_memory, &host_memory}) {
@@ -107,6 +126,8 @@ Driver &driver() {
 }
 
 thread_local std::vector<Handle> current;
+// Of a stream's own thread.
+thread_local Stream *running = nullptr;
 
 using Guard = std::unique_lock<std::mutex>;
 
@@ -132,6 +153,7 @@ Code enter(const char *call, bool needs_context = true) {
 void run(const std::shared_ptr<Stream> &stream) {
     Driver &d = driver();
     Guard guard(d.lock);
+    running = stream.get();
     for (;;) {
         d.changed.wait(guard, [&] { return (!stream->work.empty() && !stream->held) || stream->ended; });
         if (stream->work.empty()) {
@@ -179,6 +201,22 @@ Code give(Handle handle, std::function<void()> work) {
     return SUCCESS;
 }
 
+// Work that runs now takes its price. Under the lock.
+void charge(const char *way, size_t pieces, size_t bytes) {
+    auto price = driver().prices.find(way);
+    if (price != driver().prices.end()) {
+        running->clock_ns += price->second.of(pieces, bytes);
+    }
+}
+
+double now_ns() {
+    if (!driver().prices.empty()) {
+        return running->clock_ns;
+    }
+    const auto now = std::chrono::steady_clock::now().time_since_epoch();
+    return std::chrono::duration<double, std::nano>(now).count();
+}
+
 bool idle(const Stream &stream) { return stream.work.empty() && !stream.busy; }
 
 template <typename Map>
@@ -217,6 +255,9 @@ Code fake_error_name(Code code, const char **name) {
         {OUT_OF_MEMORY, "CUDA_ERROR_OUT_OF_MEMORY"},
         {INVALID_CONTEXT, "CUDA_ERROR_INVALID_CONTEXT"},
         {INVALID_HANDLE, "CUDA_ERROR_INVALID_HANDLE"},
+        {200, "CUDA_ERROR_INVALID_IMAGE"},
+        {209, "CUDA_ERROR_NO_BINARY_FOR_GPU"},
+        {222, "CUDA_ERROR_UNSUPPORTED_PTX_VERSION"},
         {700, "CUDA_ERROR_ILLEGAL_ADDRESS"},
     };
     auto found = NAMES.find(code);
@@ -330,6 +371,7 @@ Code fake_stream_wait(Handle handle, Handle event, unsigned) {
     return give(handle, [marked, number] {
         Guard guard(driver().lock);
         driver().changed.wait(guard, [&] { return marked->done >= number; });
+        running->clock_ns = std::max(running->clock_ns, marked->at_ns);
     });
 }
 
@@ -343,10 +385,11 @@ Code fake_stream_synchronize(Handle handle) {
     return d.sticky;
 }
 
-Code fake_event_create(Handle *handle, unsigned) {
+Code fake_event_create(Handle *handle, unsigned flags) {
     ENTER("cuEventCreate");
     *handle = d.next++;
     d.events[*handle] = std::make_shared<Event>();
+    d.events[*handle]->timed = !(flags & 2);
     return SUCCESS;
 }
 
@@ -366,6 +409,7 @@ Code fake_event_record(Handle handle, Handle stream) {
     return give(stream, [event, number] {
         Guard guard(driver().lock);
         event->done = std::max(event->done, number);
+        event->at_ns = now_ns();
         driver().changed.notify_all();
     });
 }
@@ -388,6 +432,21 @@ Code fake_event_synchronize(Handle handle) {
     auto event = found->second;
     const uint64_t number = event->recorded;
     d.changed.wait(guard, [&] { return event->done >= number; });
+    return d.sticky;
+}
+
+Code fake_event_elapsed(float *milliseconds, Handle from, Handle to) {
+    ENTER("cuEventElapsedTime");
+    auto begin = d.events.find(from), end = d.events.find(to);
+    if (begin == d.events.end() || end == d.events.end() || !begin->second->timed || !end->second->timed) {
+        return INVALID_HANDLE;
+    }
+    for (const auto &event : {begin->second, end->second}) {
+        if (event->recorded == 0 || event->done < event->recorded) {
+            return event->recorded ? Code{NOT_READY} : Code{INVALID_HANDLE};
+        }
+    }
+    *milliseconds = static_cast<float>((end->second->at_ns - begin->second->at_ns) / 1e6);
     return d.sticky;
 }
 
@@ -415,8 +474,8 @@ Code fake_host_unregister(void *base) {
 
 Code fake_host_device_address(Address *device, void *host, unsigned) {
     ENTER("cuMemHostGetDevicePointer");
-    *device = reinterpret_cast<Address>(host);
-    return d.host_memory.count(*device) ? SUCCESS : INVALID_VALUE;
+    *device = reinterpret_cast<Address>(host) + d.elsewhere;
+    return d.host_memory.count(reinterpret_cast<Address>(host)) ? SUCCESS : INVALID_VALUE;
 }
 
 Code fake_allocate(Address *address, size_t len) {
@@ -448,7 +507,11 @@ Code fake_copy(Address to, Address from, size_t len, Handle stream) {
     if (!d.knows(to, len) || !d.knows(from, len)) {
         return INVALID_VALUE;
     }
-    return give(stream, [=] { std::memmove(reinterpret_cast<void *>(to), reinterpret_cast<void *>(from), len); });
+    return give(stream, [=] {
+        std::memmove(reinterpret_cast<void *>(to), reinterpret_cast<void *>(from), len);
+        Guard guard(driver().lock);
+        charge("single", 1, len);
+    });
 }
 
 struct CopyAttributes {
@@ -480,6 +543,8 @@ Code fake_copy_batch(Address *to, Address *from, size_t *lens, size_t count, Cop
         for (size_t at = ends.size(); at-- > 0;) {
             std::memmove(reinterpret_cast<void *>(ends[at].first), reinterpret_cast<void *>(ends[at].second), sizes[at]);
         }
+        Guard guard(driver().lock);
+        charge("batch", sizes.size(), std::accumulate(sizes.begin(), sizes.end(), size_t{0}));
     });
 }
 
@@ -546,6 +611,16 @@ Code fake_launch(Handle function, unsigned grid_x, unsigned grid_y, unsigned gri
         if (lmc_emulate(name.c_str(), grid, block, one)) {
             Guard guard(driver().lock);
             driver().sticky = INVALID_VALUE;
+            return;
+        }
+        if (name.find("kv_transfer") != std::string::npos) {
+            lmc_paged_copy copy;
+            std::memcpy(&copy, copied.data(), sizeof copy);
+            const size_t pieces = static_cast<size_t>(copy.num_tokens) * copy.planes * copy.heads * copy.num_layers;
+            const Address first = *reinterpret_cast<const uint64_t *>(copy.chunks);
+            Guard guard(driver().lock);
+            const bool device = driver().is_device(first);
+            charge(device ? "device" : "direct", pieces, pieces * copy.run_bytes);
         }
     });
 }
@@ -579,6 +654,7 @@ const Entry ENTRIES[] = {
     ENTRY("cuEventDestroy", 4000, fake_event_destroy),
     ENTRY("cuEventRecord", 2000, fake_event_record),
     ENTRY("cuEventQuery", 2000, fake_event_query),
+    ENTRY("cuEventElapsedTime", 2000, fake_event_elapsed),
     ENTRY("cuEventSynchronize", 2000, fake_event_synchronize),
     ENTRY("cuMemHostRegister", 6050, fake_host_register),
     ENTRY("cuMemHostUnregister", 4000, fake_host_unregister),
@@ -643,6 +719,13 @@ CONTROL void fake_cuda_hold(uintptr_t stream, int held) {
 }
 
 CONTROL void fake_cuda_limit_registration(size_t len) { driver().register_limit = len; }
+
+CONTROL void fake_cuda_price(const char *way, double fixed, double a_piece, double a_byte) {
+    Guard guard(driver().lock);
+    driver().prices[way] = {fixed, a_piece, a_byte};
+}
+
+CONTROL void fake_cuda_map_elsewhere(size_t distance) { driver().elsewhere = distance; }
 
 CONTROL long fake_cuda_calls(const char *call) {
     Guard guard(driver().lock);

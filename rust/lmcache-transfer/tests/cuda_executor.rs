@@ -10,8 +10,8 @@ use common::Random;
 use common::engine::{CHUNK, ENGINE, Engine, LAYERS, OPAQUE, TOKENS, at};
 use common::fake::Fake;
 use common::round_trip::{layer_bytes, round_trip, slots};
-use lmcache_memory::object::ChunkMut;
-use lmcache_transfer::cuda::executor::{CopyPath, DeviceJob};
+use lmcache_memory::object::{ChunkMut, MemoryObj};
+use lmcache_transfer::cuda::executor::{ChunkMemory, CopyPath, DeviceJob};
 use lmcache_transfer::cuda::kernels::Direction;
 
 /// Counts what this thread allocates.
@@ -42,7 +42,7 @@ static COUNTING: Counting = Counting;
 fn what_is_stored_comes_back_and_nothing_else_is_touched() {
     for seed in 1..16 {
         for layout in [OPAQUE, TOKENS] {
-            for path in [CopyPath::Engine, CopyPath::Kernel] {
+            for path in CopyPath::ALL {
                 let fake = Fake::new();
                 fake.be_late(150, seed);
                 round_trip(&Engine::new(&fake, layout), path, seed);
@@ -74,8 +74,17 @@ fn stores(engine: &Engine, path: CopyPath, slots: &[i64]) -> DeviceJob<ChunkMut>
     )
 }
 
-#[test]
-fn a_layer_neither_allocates_nor_waits() {
+/// Loads of the chunks that `slots` are stored in.
+fn loads(engine: &Engine, path: CopyPath, slots: &[i64]) -> DeviceJob<MemoryObj> {
+    let stored = stores(engine, CopyPath::Engine, slots);
+    let chunks = stored.finish().and_then(|ticket| ticket.wait());
+    let objects = engine.publish(chunks.expect("done"));
+    let spans = slots.chunks(CHUNK).map(|span| at(span, 0));
+    engine.begin(path, objects.into_iter().zip(spans).collect())
+}
+
+/// What a layer's calls are, counted: none of those that allocate or wait.
+fn in_a_layer<C: ChunkMemory>(fake: &Fake, mut job: DeviceJob<C>, what: &str) {
     let never = [
         "cuMemAlloc",
         "cuMemFree",
@@ -84,23 +93,42 @@ fn a_layer_neither_allocates_nor_waits() {
         "cuEventSynchronize",
         "cuMemHostRegister",
         "cuModuleLoadData",
+        "cuModuleGetFunction",
+        "cuStreamCreateWithPriority",
     ];
-    for path in [CopyPath::Engine, CopyPath::Kernel] {
-        let fake = Fake::new();
-        let engine = Engine::new(&fake, TOKENS);
-        let slots = slots(&mut Random::new(5));
-        let mut job = stores(&engine, path, &slots);
-        let calls = || never.map(|call| fake.calls(call));
-        let before = calls();
-        let mut allocated = Vec::new();
-        for layer in 0..LAYERS {
-            let before = ALLOCATIONS.get();
-            job.layer(layer).expect("given");
-            allocated.push(ALLOCATIONS.get() - before);
+    let calls = || never.map(|call| fake.calls(call));
+    let before = calls();
+    let mut allocated = Vec::new();
+    for layer in 0..LAYERS {
+        let before = ALLOCATIONS.get();
+        job.layer(layer).expect("given");
+        job.wait_for_layer(layer).expect("given");
+        allocated.push(ALLOCATIONS.get() - before);
+    }
+    assert_eq!(calls(), before, "{what}");
+    assert_eq!(allocated, [0; LAYERS], "{what}");
+    job.finish().and_then(|ticket| ticket.wait()).expect("done");
+}
+
+#[test]
+fn a_layer_neither_allocates_nor_waits() {
+    for batched in [true, false] {
+        for path in CopyPath::ALL {
+            let fake = Fake::new();
+            if !batched {
+                fake.hide("cuMemcpyBatchAsync");
+            }
+            // So little to stage in that a layer goes in groups.
+            let engine = Engine::staging_in(&fake, TOKENS, 512);
+            let slots = slots(&mut Random::new(5));
+            let what = format!("{path:?}, batched: {batched}");
+            in_a_layer(&fake, stores(&engine, path, &slots), &what);
+            in_a_layer(&fake, loads(&engine, path, &slots), &what);
+            let counted = ["cuMemcpyBatchAsync", "cuLaunchKernel"].map(|call| fake.calls(call));
+            let many = matches!(path, CopyPath::Engine | CopyPath::Staged);
+            assert_eq!(counted[0] > 0, batched && many, "{what}");
+            assert_eq!(counted[1] > 0, path.needs_kernels(), "{what}");
         }
-        assert_eq!(calls(), before, "{path:?}");
-        assert_eq!(allocated, [0; LAYERS], "{path:?}");
-        job.finish().and_then(|ticket| ticket.wait()).expect("done");
     }
 }
 
@@ -125,39 +153,79 @@ fn chunks_are_held_until_their_copies_are_done() {
 #[test]
 fn a_job_that_ends_early_waits_and_publishes_nothing() {
     let slots = slots(&mut Random::new(9));
-    for failing in [
-        None,
-        Some("cuMemcpyBatchAsync"),
-        Some("cuStreamWaitEvent"),
-        Some("cuEventRecord"),
-    ] {
-        let fake = Fake::new();
-        let engine = Engine::new(&fake, TOKENS);
-        fake.be_late(400, 1);
-        let mut job = stores(&engine, CopyPath::Engine, &slots);
-        job.layer(0).expect("given");
-        if let Some(call) = failing {
-            fake.fail(call, 0, 2);
-            let fault = job.layer(1).expect_err("planted").to_string();
-            assert!(fault.starts_with(call), "{fault}");
+    let marks = ["cuStreamWaitEvent", "cuEventRecord"];
+    let own = |path| match path {
+        CopyPath::Engine => vec!["cuMemcpyBatchAsync"],
+        CopyPath::Single => vec!["cuMemcpyAsync"],
+        CopyPath::Kernel => vec!["cuLaunchKernel"],
+        CopyPath::Staged => vec!["cuLaunchKernel", "cuMemcpyBatchAsync"],
+    };
+    for path in CopyPath::ALL {
+        let failing = own(path).into_iter().chain(marks).map(Some);
+        for failing in failing.chain([None]) {
+            let fake = Fake::new();
+            let engine = Engine::new(&fake, TOKENS);
+            fake.be_late(400, 1);
+            let mut job = stores(&engine, path, &slots);
+            job.layer(0).expect("given");
+            if let Some(call) = failing {
+                fake.fail(call, 0, 2);
+                let fault = job.layer(1).expect_err("planted").to_string();
+                assert!(fault.starts_with(call), "{fault}");
+            }
+            drop(job);
+            let audit = engine.store.audit();
+            assert_eq!(
+                (audit.reserved_bytes, audit.cached_bytes),
+                (0, 0),
+                "{audit:?}"
+            );
+            // The same memory, given to others: a copy still under way would write into it.
+            let mut others = engine.reserve(0, &[LAYERS * layer_bytes(&TOKENS, CHUNK); 3]);
+            others
+                .iter_mut()
+                .for_each(|chunk| chunk.bytes_mut().fill(0x55));
+            let stream = engine.executor.stream(Direction::Gather);
+            engine.enter().drain(stream).expect("ends");
+            let untouched =
+                |chunk: &mut ChunkMut| chunk.bytes_mut().iter().all(|&byte| byte == 0x55);
+            assert!(others.iter_mut().all(untouched), "{path:?} {failing:?}");
+            assert!(engine.context.enter().is_ok());
         }
-        drop(job);
-        let audit = engine.store.audit();
-        assert_eq!(
-            (audit.reserved_bytes, audit.cached_bytes),
-            (0, 0),
-            "{audit:?}"
-        );
-        // The same memory, given to others: a copy still under way would write into it.
-        let mut others = engine.reserve(0, &[LAYERS * layer_bytes(&TOKENS, CHUNK); 3]);
-        others
-            .iter_mut()
-            .for_each(|chunk| chunk.bytes_mut().fill(0x55));
-        let stream = engine.executor.stream(Direction::Gather);
-        engine.enter().drain(stream).expect("ends");
-        let untouched = |chunk: &mut ChunkMut| chunk.bytes_mut().iter().all(|&byte| byte == 0x55);
-        assert!(others.iter_mut().all(untouched), "{failing:?}");
-        assert!(engine.context.enter().is_ok());
+    }
+}
+
+/// A job's drop can only wait; that it could not is returned by whoever asks next, once.
+#[test]
+fn what_a_jobs_drop_cannot_return_the_next_call_does() {
+    let slots = slots(&mut Random::new(15));
+    for path in CopyPath::ALL {
+        for finished in [false, true] {
+            let fake = Fake::new();
+            let engine = Engine::new(&fake, TOKENS);
+            let (mut job, other) = (
+                stores(&engine, path, &slots[..CHUNK]),
+                engine.reserve(1, &[LAYERS * layer_bytes(&TOKENS, CHUNK)]),
+            );
+            let parts = other
+                .into_iter()
+                .map(|chunk| (chunk, at(&slots[..CHUNK], 0)));
+            let mut other = engine.begin(path, parts.collect());
+            job.layer(0).expect("given");
+            let failing = if finished {
+                let ticket = job.finish().expect("given");
+                fake.fail("cuEventSynchronize", 0, 700);
+                drop(ticket);
+                "cuEventSynchronize"
+            } else {
+                fake.fail("cuStreamSynchronize", 0, 700);
+                drop(job);
+                "cuStreamSynchronize"
+            };
+            let told = other.layer(0).expect_err("kept").to_string();
+            assert!(told.starts_with(failing), "{path:?}: {told}");
+            other.layer(0).expect("told once");
+        }
     }
 }
 
@@ -170,6 +238,8 @@ fn a_device_that_breaks_gives_chunks_back_unpublished() {
     (0..LAYERS).for_each(|layer| job.layer(layer).expect("given"));
     let ticket = job.finish().expect("given");
     fake.break_down(700);
+    let asked = ticket.is_done();
+    assert!(!matches!(asked, Ok(true)), "{asked:?}");
     let fault = ticket.wait().expect_err("broken").to_string();
     assert!(fault.contains("CUDA_ERROR_ILLEGAL_ADDRESS"), "{fault}");
     fake.break_down(0);

@@ -117,7 +117,7 @@ fn loads_are_whole(seed: u64, path: CopyPath) -> bool {
 
 #[test]
 fn every_wait_is_needed() {
-    for path in [CopyPath::Engine, CopyPath::Kernel] {
+    for path in CopyPath::ALL {
         let run = |seed| stores_are_whole(seed, path) && loads_are_whole(seed, path);
         leave_out(None);
         for seed in 0..10 {

@@ -22,7 +22,7 @@ fn a_gpu_stores_and_loads_as_the_plan_says() {
     );
     for seed in 1..50 {
         for layout in [OPAQUE, TOKENS] {
-            for path in [CopyPath::Engine, CopyPath::Kernel] {
+            for path in CopyPath::ALL {
                 let engine = Engine::on(&driver, layout, |current| current.kernels());
                 round_trip(&engine, path, seed);
             }

@@ -6,7 +6,7 @@ mod common;
 use std::ffi::{CString, c_char, c_int, c_uint, c_void};
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::{Command, Stdio};
 use std::ptr;
 
 use common::{Random, compile, root, scratch};
@@ -19,16 +19,20 @@ use lmcache_transfer::cuda::kernels::{
 /// Cases of each kernel; `check` alone runs as many as it is told.
 const CASES: usize = 100_000;
 
-fn run_check(binary: &Path, cases: usize) -> Output {
-    Command::new(binary)
-        .arg(cases.to_string())
-        .output()
-        .expect("the check starts")
+/// Kernels that the check counts: 20 that copy, and 5 that zero, with which the 3 that rotate take turns.
+const CHECKED: usize = 25;
+/// Processes that share them.
+const PARTS: usize = 2;
+
+fn check(binary: &Path, cases: usize, part: usize, parts: usize) -> Command {
+    let mut command = Command::new(binary);
+    command.args([cases, 1, part, parts].map(|number| number.to_string()));
+    command
 }
 
 #[test]
 fn kernels_equal_the_naive_loop_under_sanitizers() {
-    let check = root().join("csrc/emulation/check.cpp");
+    let source = root().join("csrc/emulation/check.cpp");
     let flags = [
         "-O1",
         "-g1",
@@ -36,15 +40,31 @@ fn kernels_equal_the_naive_loop_under_sanitizers() {
         "-fno-sanitize-recover=all",
     ];
     let binary = compile(
-        &[check],
+        &[source],
         &scratch("kernels").join("check-sanitized"),
         &flags,
     );
-    let done = run_check(&binary, CASES);
-    let told = String::from_utf8_lossy(&done.stdout);
-    let fault = String::from_utf8_lossy(&done.stderr);
-    assert!(done.status.success(), "{told}{fault}");
-    assert_eq!(told, format!("{CASES} cases of each\n"));
+    let parts = (0..PARTS).map(|part| {
+        check(&binary, CASES, part, PARTS)
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .expect("the check starts")
+    });
+    let mut checked = 0;
+    for part in parts.collect::<Vec<_>>() {
+        let done = part.wait_with_output().expect("the check ends");
+        let told = String::from_utf8_lossy(&done.stdout);
+        let fault = String::from_utf8_lossy(&done.stderr);
+        assert!(done.status.success(), "{told}{fault}");
+        let kernels = told
+            .trim()
+            .strip_prefix(&format!("{CASES} cases of each of "));
+        checked += kernels
+            .and_then(|count| count.parse::<usize>().ok())
+            .expect("it counts");
+    }
+    assert_eq!(checked, CHECKED);
 }
 
 /// Faults that the check must see: what stands in the source, and what is put there instead.
@@ -131,10 +151,10 @@ fn planted_faults_are_seen() {
             "{file} has no {right:?} any more: plant another fault"
         );
         fs::write(folder.join(file), text.replacen(right, wrong, 1)).expect("scratch space");
-        let check = folder.join("emulation/check.cpp");
+        let source = folder.join("emulation/check.cpp");
         let quick = ["-O0", "-Wno-unused", "-Wno-unused-parameter"];
-        let binary = compile(&[check], &folder.join("check"), &quick);
-        let done = run_check(&binary, 3000);
+        let binary = compile(&[source], &folder.join("check"), &quick);
+        let done = check(&binary, 300, 0, 1).output().expect("it starts");
         assert!(
             !done.status.success(),
             "nobody saw {wrong:?} for {right:?} in {file}"

@@ -9,9 +9,11 @@ use std::sync::Arc;
 use crate::cuda::driver::{Context, Driver};
 use crate::cuda::error::CudaError;
 use crate::cuda::handles::{DeviceMemory, Event, Kernels, PageLock, Stream, StreamId};
-use crate::cuda::kernels::{self, CopyKernel, LaunchShape, PagedCopy, RopeShift, ShiftKernel};
+use crate::cuda::kernels::{
+    self, CopyKernel, KERNEL_BUILD, LaunchShape, PagedCopy, RopeShift, ShiftKernel,
+};
 use crate::cuda::symbols::{
-    Address, CopyAttributes, Handle, NOT_READY, SOURCE_IN_STREAM_ORDER, Symbols,
+    Address, CopyAttributes, Handle, MODULE_REFUSED, NOT_READY, SOURCE_IN_STREAM_ORDER, Symbols,
 };
 
 /// Bytes registered in one call: some drivers fail, and all stall, on half a terabyte at once.
@@ -80,9 +82,18 @@ impl Current {
 
     /// A new event.
     pub fn event(&self) -> Result<Event, CudaError> {
+        self.event_of(WITHOUT_TIMING)
+    }
+
+    /// A new event that notes the time.
+    pub fn timed_event(&self) -> Result<Event, CudaError> {
+        self.event_of(0)
+    }
+
+    fn event_of(&self, flags: c_uint) -> Result<Event, CudaError> {
         let handle = self.driver().ask("cuEventCreate", |answer| {
             // SAFETY: the answer goes to a local.
-            unsafe { (self.symbols().event_create)(answer, WITHOUT_TIMING) }
+            unsafe { (self.symbols().event_create)(answer, flags) }
         })?;
         Ok(Event {
             context: Arc::clone(&self.context),
@@ -112,6 +123,14 @@ impl Current {
             NOT_READY => Ok(false),
             code => self.driver().check("cuEventQuery", code).map(|()| true),
         }
+    }
+
+    /// Milliseconds from one mark to another, both of timed events and done.
+    pub fn milliseconds(&self, from: &Event, to: &Event) -> Result<f32, CudaError> {
+        self.driver().ask("cuEventElapsedTime", |answer| {
+            // SAFETY: live events; the answer goes to a local.
+            unsafe { (self.symbols().event_elapsed)(answer, from.handle, to.handle) }
+        })
     }
 
     /// Waits here until what `event` has marked is done.
@@ -260,7 +279,7 @@ impl Current {
         self.driver().check("cuMemsetD8Async", code)
     }
 
-    /// The kernels of this build.
+    /// The kernels of this build; a driver that is too old for them is [`CudaError::KernelsRefused`].
     pub fn kernels(&self) -> Result<Kernels, CudaError> {
         // SAFETY: what nvcc made of `csrc/`, whole.
         unsafe { self.kernels_of(kernels::image()?) }
@@ -271,30 +290,55 @@ impl Current {
     /// # Safety
     /// It must be a module of `csrc/`, in a form that the driver can find the end of.
     pub unsafe fn kernels_of(&self, image: &[u8]) -> Result<Kernels, CudaError> {
-        let module = self.driver().ask("cuModuleLoadData", |answer| {
+        let loaded = self.driver().ask("cuModuleLoadData", |answer| {
             // SAFETY: by the caller's promise; the driver copies what it needs.
             unsafe { (self.symbols().module_load)(answer, image.as_ptr().cast()) }
-        })?;
+        });
         let mut kernels = Kernels {
             context: Arc::clone(&self.context),
-            module,
+            module: loaded.map_err(|fault| self.refusal(fault))?,
             copies: Vec::with_capacity(CopyKernel::all().count()),
             shifts: Vec::with_capacity(ShiftKernel::all().count()),
         };
-        let function = |name: String| {
-            let name = CString::new(name).unwrap_or_default();
-            self.driver().ask("cuModuleGetFunction", |answer| {
-                // SAFETY: a live module and a name that ends in NUL.
-                unsafe { (self.symbols().module_function)(answer, module, name.as_ptr()) }
-            })
-        };
         for kernel in CopyKernel::all() {
-            kernels.copies.push(function(kernel.name())?);
+            let function = self.function(&kernels, kernel.name())?;
+            kernels.copies.push(function);
         }
         for kernel in ShiftKernel::all() {
-            kernels.shifts.push(function(kernel.name())?);
+            let function = self.function(&kernels, kernel.name())?;
+            kernels.shifts.push(function);
         }
         Ok(kernels)
+    }
+
+    fn function(&self, kernels: &Kernels, name: String) -> Result<Handle, CudaError> {
+        let name = CString::new(name).unwrap_or_default();
+        let found = self.driver().ask("cuModuleGetFunction", |answer| {
+            // SAFETY: a live module and a name that ends in NUL.
+            unsafe { (self.symbols().module_function)(answer, kernels.module, name.as_ptr()) }
+        });
+        // A driver that loads lazily looks at the code only now.
+        found.map_err(|fault| self.refusal(fault))
+    }
+
+    /// A fault of loading that an older driver explains, told as that.
+    fn refusal(&self, fault: CudaError) -> CudaError {
+        let CudaError::Call { code, ref name, .. } = fault else {
+            return fault;
+        };
+        if !MODULE_REFUSED.contains(&code) {
+            return fault;
+        }
+        let Ok(version) = self.driver().version() else {
+            return fault;
+        };
+        let release = KERNEL_BUILD.nvcc.rsplit_once('.');
+        CudaError::KernelsRefused {
+            path: self.driver().path().to_owned(),
+            found: format!("{}.{}", version / 1000, version % 1000 / 10),
+            needed: release.map_or("13.0", |(release, _)| release).to_owned(),
+            reason: name.clone(),
+        }
     }
 
     /// Launches a copy kernel.

@@ -77,6 +77,20 @@ pub enum CudaError {
         /// Why there are none.
         reason: &'static str,
     },
+    /// The driver cannot load this build's kernels.
+    #[error(
+        "the CUDA driver {path} serves CUDA {found} and refuses this build's kernels, which need {needed} ({reason}); all copies go by the copy engines, install driver 580 or newer"
+    )]
+    KernelsRefused {
+        /// What was opened.
+        path: String,
+        /// The newest CUDA it serves.
+        found: String,
+        /// The CUDA that the kernels were compiled by.
+        needed: String,
+        /// The driver's name for its refusal.
+        reason: String,
+    },
     /// The handle belongs to the process that opened it.
     #[error("a CUDA handle of process {made_in} is used in its fork {used_in}; open one there")]
     Forked {

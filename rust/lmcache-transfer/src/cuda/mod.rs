@@ -6,13 +6,19 @@
 //! Proven without a GPU: the kernels' sources run as loops on the host, and the driver layer runs over a library
 //! that imitates the driver in host memory, with streams that are late on purpose.
 
+pub mod costs;
 pub mod current;
+pub mod descriptors;
 pub mod driver;
 pub mod error;
 pub mod executor;
 pub mod handles;
+mod job;
 pub mod kernels;
+mod measure;
+mod moves;
 pub mod planner;
 pub mod planted;
+mod staged;
 mod symbols;
 mod tables;

@@ -32,6 +32,9 @@ const _: () = assert!(size_of::<CopyAttributes>() == 24);
 pub(crate) const SOURCE_IN_STREAM_ORDER: c_int = 1;
 /// `CUDA_ERROR_NOT_READY`: no failure.
 pub(crate) const NOT_READY: Code = 600;
+/// What a driver answers that cannot make code for this GPU of a module: an invalid image, no binary for the GPU,
+/// invalid PTX, no compiler for PTX, PTX of a newer release, and compilation switched off.
+pub(crate) const MODULE_REFUSED: [Code; 6] = [200, 209, 218, 221, 222, 223];
 /// `CU_GET_PROC_ADDRESS_LEGACY_STREAM`: stream 0 is the legacy default stream, which torch uses too.
 pub(crate) const LEGACY_STREAM: u64 = 1;
 
@@ -114,6 +117,7 @@ symbols! {
         event_destroy = c"cuEventDestroy" @ 4000 (EventHandle);
         event_record = c"cuEventRecord" @ 2000 (EventHandle, StreamHandle);
         event_query = c"cuEventQuery" @ 2000 (EventHandle);
+        event_elapsed = c"cuEventElapsedTime" @ 2000 (*mut f32, EventHandle, EventHandle);
         event_synchronize = c"cuEventSynchronize" @ 2000 (EventHandle);
         host_register = c"cuMemHostRegister" @ 6050 (*mut c_void, usize, c_uint);
         host_unregister = c"cuMemHostUnregister" @ 4000 (*mut c_void);

@@ -66,15 +66,34 @@ impl Engine {
         })
     }
 
+    /// The same with so much device memory to stage in.
+    pub(crate) fn staging_in(fake: &Fake, layout: PagedLayout, bytes: usize) -> Self {
+        let driver = Driver::open_at(&fake.path).expect("opens");
+        Self::with(&driver, layout, |current| {
+            // SAFETY: the fake takes any image.
+            let kernels = unsafe { current.kernels_of(b"fake") }?;
+            Executor::with_staging(current, Some(kernels), bytes)
+        })
+    }
+
     pub(crate) fn on(
         driver: &Arc<Driver>,
         layout: PagedLayout,
         kernels: impl FnOnce(&Current) -> Result<Kernels, CudaError>,
     ) -> Self {
+        Self::with(driver, layout, |current| {
+            Executor::with_kernels(current, Some(kernels(current)?))
+        })
+    }
+
+    pub(crate) fn with(
+        driver: &Arc<Driver>,
+        layout: PagedLayout,
+        executor: impl FnOnce(&Current) -> Result<Arc<Executor>, CudaError>,
+    ) -> Self {
         let context = Context::primary(driver, 0).expect("has a GPU");
         let current = context.enter().expect("enters");
-        let kernels = kernels(&current).expect("loads");
-        let executor = Executor::with_kernels(&current, Some(kernels)).expect("streams");
+        let executor = executor(&current).expect("streams and kernels");
         let layer_bytes = BLOCKS * 128;
         let layers: Vec<_> = (0..LAYERS)
             .map(|_| current.device_memory(layer_bytes).expect("memory"))

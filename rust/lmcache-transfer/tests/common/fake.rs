@@ -76,6 +76,19 @@ impl Fake {
         unsafe { self.call::<Limit>("fake_cuda_limit_registration")(len) }
     }
 
+    pub(crate) fn price(&self, way: &str, fixed: f64, a_piece: f64, a_byte: f64) {
+        let way = CString::new(way).expect("a name");
+        type Price = unsafe extern "C" fn(*const c_char, f64, f64, f64);
+        // SAFETY: as declared; the name lives through the call.
+        unsafe { self.call::<Price>("fake_cuda_price")(way.as_ptr(), fixed, a_piece, a_byte) }
+    }
+
+    pub(crate) fn map_elsewhere(&self, distance: usize) {
+        type MapElsewhere = unsafe extern "C" fn(usize);
+        // SAFETY: as declared.
+        unsafe { self.call::<MapElsewhere>("fake_cuda_map_elsewhere")(distance) }
+    }
+
     pub(crate) fn calls(&self, call: &str) -> c_long {
         let call = CString::new(call).expect("a name");
         type Calls = unsafe extern "C" fn(*const c_char) -> c_long;
