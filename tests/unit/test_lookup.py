@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from lmcache_rs import _native, lookup
+from lmcache_rs import _native
 from lmcache_rs.lookup import (
     UNKNOWN,
     InProcessLookupClient,

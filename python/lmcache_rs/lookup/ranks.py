@@ -165,9 +165,7 @@ class RanksLookupClient(RecordingClient):
         of_request = self._rounds[req_id]
         message_id = next(self._message_ids)
         try:
-            asked = self._connections.ask(
-                message_id, req_id, record.namespace, hashes, list(ranks)
-            )
+            asked = self._connections.ask(message_id, req_id, record.namespace, hashes, list(ranks))
         except ValueError:
             # Too long for any server, or an id or namespace with a lone surrogate.
             self._fail(req_id, record, "errors")

@@ -59,9 +59,7 @@ def connect_ranks(
 class _RoutedLookupClient(LookupClient):
     """Goes to the store in this process if there is one, and over the socket if there is none."""
 
-    def __init__(
-        self, engine_id: str, rank: int | Rank, wait_us: int, deadline_ms: int
-    ) -> None:
+    def __init__(self, engine_id: str, rank: int | Rank, wait_us: int, deadline_ms: int) -> None:
         self._engine_id = engine_id
         self._rank = rank
         self._wait_us = wait_us
