@@ -44,6 +44,7 @@ cpu = _native.LocalCpu(4096 * (int(num_chunks) + 4) * 2, int(lease_ms))
 for i in range(int(num_chunks)):
     (obj,) = cpu.allocate([64])
     cpu.put(namespace, hashlib.sha256(b"%d" % i).digest(), obj)
+    del obj
 server = _native.LookupServer(path, cpu)
 def burn():
     while True:
