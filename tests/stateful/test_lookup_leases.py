@@ -57,6 +57,7 @@ class RankModel:
     stored: int = CHUNKS
     is_alive: bool = True
     life: int = 0
+    died_at: float = 0.0
     leases: dict[str, Lease] = field(default_factory=dict)
     # Words of the client may have been lost; leases from before that end by their deadlines.
     lost_words_until: float = 0.0
@@ -73,7 +74,7 @@ class RankModel:
 
     def die(self) -> None:
         self.disconnect()
-        self.is_alive = False
+        self.is_alive, self.died_at = False, self.clock.now
         self.leases.clear()
         self.lost_words_until = 0.0
 
@@ -188,47 +189,46 @@ class LeasesOverRanks(RuleBasedStateMachine):
         for module, _ in self._real:
             module.time = self.clock
         self.models = [RankModel(self.clock) for _ in range(NUM_RANKS)]
+        self.prompts = {"r0": CHUNKS, "r1": CHUNKS + 1, "r2": 2}
         self.begin()
 
     def begin(self) -> None:
         self.wires = Wires(self.models, self.clock)
         self.client = RanksLookupClient(self.wires, NUM_RANKS, deadline_ms=DEADLINE_MS)
-        # By request: the lives of the ranks when its number was given, and since when it has none.
-        self.given: dict[str, tuple[int, list[int]]] = {}
-        self.pending_since: dict[str, float] = {}
-
-    def lives(self) -> list[int]:
-        return [model.life if model.is_alive else -1 for model in self.models]
+        # The requests that were given a number, and not yet blocks.
+        self.given: set[str] = set()
 
     # --- the scheduler ------------------------------------------------------------------------
 
     @rule(req_id=request_ids, num_chunks=st.integers(1, CHUNKS + 1))
-    def ask(self, req_id: str, num_chunks: int) -> None:
+    def a_prompt_changes(self, req_id: str, num_chunks: int) -> None:
+        self.prompts[req_id] = num_chunks
+
+    @rule(req_id=request_ids)
+    def ask_until_there_is_a_number(self, req_id: str) -> None:
+        for _ in range(4):
+            self.ask(req_id)
+            self.all_is_delivered()
+        self.ask(req_id)
+
+    @rule(req_id=request_ids)
+    def ask(self, req_id: str) -> None:
+        num_chunks = self.prompts[req_id]
         hashes = b"".join(bytes([chunk]) * 32 for chunk in range(num_chunks))
-        asked_before = self.client._records.get(req_id)
-        if asked_before is None or asked_before.hashes != hashes:
-            self.pending_since.pop(req_id, None)
-            self.given.pop(req_id, None)
         began = self.clock.now
         found = self.client.lookup(hashes, req_id, NAMESPACE)
-        if found is None:
-            since = self.pending_since.setdefault(req_id, began)
-            assert began - since < DEADLINE_MS / 1e3, "a request waits beyond its deadline"
-            self.given.pop(req_id, None)
-            return
-        self.pending_since.pop(req_id, None)
-        assert found <= num_chunks
         record = self.client._records[req_id]
-        if found and (req_id not in self.given or record.asked_at >= began):
-            self.given[req_id] = found, self.lives()
-        if not found:
-            self.given.pop(req_id, None)
+        self.given.discard(req_id)
+        if found is None:
+            assert began - record.asked_at < DEADLINE_MS / 1e3, "an ask is out beyond its deadline"
             return
-        for model, life, is_now in zip(
-            self.models, self.given[req_id][1], self.lives(), strict=True
-        ):
-            if life != is_now:
-                # Died since: its chunks are gone with it, as no lease could prevent.
+        assert found <= num_chunks
+        if not found:
+            return
+        self.given.add(req_id)
+        for model in self.models:
+            if model.died_at >= record.asked_at:
+                # Its chunks are gone with it, as no lease could prevent.
                 continue
             model.expire()
             lease = model.leases.get(req_id)
@@ -242,13 +242,12 @@ class LeasesOverRanks(RuleBasedStateMachine):
             self.client.end(req_id, release=False)
             for model in self.models:
                 model.leases.pop(req_id, None)
-            del self.given[req_id]
+            self.given.discard(req_id)
 
     @rule(req_id=request_ids)
     def finish(self, req_id: str) -> None:
         self.client.end(req_id, release=True)
-        self.given.pop(req_id, None)
-        self.pending_since.pop(req_id, None)
+        self.given.discard(req_id)
 
     @rule()
     def the_scheduler_dies(self) -> None:

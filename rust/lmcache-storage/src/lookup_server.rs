@@ -296,13 +296,13 @@ async fn accept(listener: UnixListener, service: Arc<Service>) {
             }
         };
         peers.retain(|peer| !peer.task.is_finished());
-        let num_greeting = peers.iter().filter(|peer| peer.is_greeting()).count();
-        if num_greeting >= MAX_GREETING {
-            let oldest = peers.iter().position(Peer::is_greeting);
-            peers.remove(oldest.expect("there are many")).end().await;
+        let (greeting, served): (Vec<_>, Vec<_>) =
+            (0..peers.len()).partition(|&at| peers[at].is_greeting());
+        if greeting.len() >= MAX_GREETING {
+            peers.remove(greeting[0]).end().await;
             count(&service.counters.refused_connections);
         }
-        if peers.len() - num_greeting >= MAX_CONNECTIONS && !evict_idle(&mut peers).await {
+        if served.len() >= MAX_CONNECTIONS && !evict_idle(&mut peers).await {
             count(&service.counters.refused_connections);
             continue;
         }
