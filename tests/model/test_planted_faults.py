@@ -58,9 +58,9 @@ def an_answer_holds_no_lease(plant: pytest.MonkeyPatch) -> None:
 
 @fault("leases are live lookups")
 def a_lease_is_released_at_allocation_and_again_by_the_load(plant: pytest.MonkeyPatch) -> None:
-    end = lookup._RecordingClient.end
+    end = lookup.records.RecordingClient.end
     plant.setattr(
-        lookup._RecordingClient,
+        lookup.records.RecordingClient,
         "end",
         lambda client, req_id, *, release: end(client, req_id, release=True),
     )
@@ -68,13 +68,13 @@ def a_lease_is_released_at_allocation_and_again_by_the_load(plant: pytest.Monkey
 
 @fault("leases are live lookups")
 def a_preempted_request_gets_its_old_answer(plant: pytest.MonkeyPatch) -> None:
-    end = lookup._RecordingClient.end
+    end = lookup.records.RecordingClient.end
 
     def keeps_the_record(client: Any, req_id: str, *, release: bool) -> None:
         if release:
             end(client, req_id, release=True)
 
-    plant.setattr(lookup._RecordingClient, "end", keeps_the_record)
+    plant.setattr(lookup.records.RecordingClient, "end", keeps_the_record)
 
 
 @fault("leases are live lookups")

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from lmcache_rs import _native, lookup
+from lmcache_rs import _native
 from lmcache_rs.lookup import (
     UNKNOWN,
     InProcessLookupClient,
@@ -33,6 +33,7 @@ from lmcache_rs.lookup import (
 
 NAMESPACE = "model=m@world=1@worker=0@dtype=float32"
 LEASE_MS = 10_000
+MAX_MESSAGE_BYTES = 4 << 20
 
 # Holds the first chunks of the chain; answers each line on stdin with one of JSON.
 SERVER = """
@@ -43,6 +44,7 @@ cpu = _native.LocalCpu(4096 * (int(num_chunks) + 4) * 2, int(lease_ms))
 for i in range(int(num_chunks)):
     (obj,) = cpu.allocate([64])
     cpu.put(namespace, hashlib.sha256(b"%d" % i).digest(), obj)
+    del obj
 server = _native.LookupServer(path, cpu)
 def burn():
     while True:
@@ -262,6 +264,7 @@ def test_a_stopped_server_never_holds_up_the_scheduler(
             client.end(f"r{i}", release=True)
         assert not client._records
         assert not client._leased
+        assert not client._rounds
         assert not client._awaited
         server.resume()
         wait_for(lambda: final(client, chain(4), f"r{time.monotonic()}") == 4)
@@ -298,9 +301,7 @@ def test_a_killed_server_is_no_hit_and_its_successor_is_found(
         server.kill()
         time.sleep(0.05)
         assert (folder / "0.sock").exists(), "a killed server leaves its socket"
-        assert client.lookup(chain(4), "r1", NAMESPACE) is None, "it may come back"
-        assert final(client, chain(4), "r1") == 0
-        wait_for(lambda: client.lookup(chain(4), f"r{time.monotonic()}", NAMESPACE) == 0)
+        assert client.lookup(chain(4), "r1", NAMESPACE) == 0, "at once: nobody listens"
         server = serve(num_chunks=3)
         wait_for(lambda: final(client, chain(4), f"r{time.monotonic()}") == 3)
 
@@ -373,7 +374,7 @@ def test_bad_messages_are_refused_and_the_server_lives(
         dealer.send(good)
         answers = [_native.decode_lookup_answer(dealer.recv()) for _ in range(2)]
         assert [answer[1] for answer in answers] == [0, 4], "the second one is a replay"
-        dealer.send(b"\0" * (lookup.MAX_MESSAGE_BYTES + 1))
+        dealer.send(b"\0" * (MAX_MESSAGE_BYTES + 1))
         wait_for(lambda: server.books()["oversized"] == 1)
     assert final(client, chain(4), "r1") == 4
 
@@ -382,7 +383,7 @@ def test_a_request_too_large_to_send_is_no_hit(
     serve: Callable[..., Server], client: IpcLookupClient
 ) -> None:
     serve()
-    hashes = b"\0" * lookup.MAX_MESSAGE_BYTES
+    hashes = b"\0" * MAX_MESSAGE_BYTES
     assert client.lookup(hashes, "r1", NAMESPACE) == 0
     assert client.lookup(chain(4), "lone \ud800 surrogate", NAMESPACE) == 0
     assert client.stats()["errors"] == 2

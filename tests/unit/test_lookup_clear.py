@@ -18,8 +18,8 @@ from test_lookup import (
     serve,
 )
 
-from lmcache_rs import _native, lookup
-from lmcache_rs.lookup import InProcessLookupClient, IpcLookupClient
+from lmcache_rs import _native
+from lmcache_rs.lookup import InProcessLookupClient, IpcLookupClient, ranks
 
 __all__ = ["client", "folder", "serve"]
 
@@ -56,7 +56,7 @@ def test_clear_gives_up_on_a_server_that_does_not_answer_and_its_late_answer_spo
     server = serve()
     assert final(client, chain(4), "r1") == 4
     server.stop()
-    monkeypatch.setattr(lookup, "CLEAR_DEADLINE_MS", 50)
+    monkeypatch.setattr(ranks, "CLEAR_DEADLINE_MS", 50)
     assert not client.clear()
     server.resume()
     # It was cleared all the same.

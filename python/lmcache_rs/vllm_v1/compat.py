@@ -15,6 +15,7 @@ from vllm.v1.kv_cache_interface import MLAAttentionSpec
 from lmcache_rs import _native
 from lmcache_rs.config import LMCacheMetadata
 from lmcache_rs.layouts import Layout, MemoryFormat
+from lmcache_rs.lookup import Rank
 
 # What loaded tokens count as; vLLM has asked for it since 0.32.
 HOST_HIT_SOURCE: Any
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 # vLLM formats and shows the records of its own loggers only; ours is a child of them, in name.
 logger = logging.getLogger("vllm.lmcache_rs")
 
+ONLY_RANK = Rank(0, 0, 0)
 TESTED_VERSIONS = ("0.31.0", "0.32.0")
 """vLLM versions that the end-to-end tests run on."""
 BROKEN_VERSIONS: Mapping[str, str] = {}
@@ -106,6 +108,23 @@ def engine_start_of(vllm_config: VllmConfig) -> str:
     transfer = vllm_config.kv_transfer_config
     engine_id = None if transfer is None else transfer.engine_id
     return f"{engine_id}/{vllm_config.instance_id}"
+
+
+def ranks_of(vllm_config: VllmConfig) -> list[Rank]:
+    """The workers of this scheduler: every tensor parallel rank of every pipeline stage."""
+    parallel = vllm_config.parallel_config
+    return [
+        Rank(parallel.data_parallel_rank, pp, tp)
+        for pp in range(parallel.pipeline_parallel_size)
+        for tp in range(parallel.tensor_parallel_size)
+    ]
+
+
+def rank_of(vllm_config: VllmConfig) -> Rank:
+    """Which of them runs in this process."""
+    ranks = ranks_of(vllm_config)
+    # vLLM numbers them stage by stage, and from 0 in every data parallel replica.
+    return ranks[vllm_config.parallel_config.rank % len(ranks)]
 
 
 def is_in_scheduler_process(vllm_config: VllmConfig) -> bool:

@@ -70,7 +70,13 @@ class LMCacheManager:
             if is_scheduler:
                 role = str(transfer.kv_role)
                 self.scheduler = LMCacheSchedulerHalf(
-                    config, self._metadata, engine_start, role, self.faults, identities
+                    config,
+                    self._metadata,
+                    engine_start,
+                    role,
+                    self.faults,
+                    identities,
+                    compat.ranks_of(vllm_config),
                 )
             else:
                 self.worker = LMCacheWorkerHalf(
@@ -79,6 +85,7 @@ class LMCacheManager:
                     engine_start,
                     in_scheduler_process=compat.is_in_scheduler_process(vllm_config),
                     faults=self.faults,
+                    rank=compat.rank_of(vllm_config),
                 )
         except Exception as error:
             self._degrade("start", error)

@@ -10,6 +10,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from lmcache_rs.lookup import Rank
+
 NULL_BLOCK = 0
 """vLLM's placeholder in a block table: it holds no KV."""
 
@@ -77,14 +79,14 @@ class LMCacheConnectorMetadata(KVConnectorMetadata):
         requests: Requests that load or save.
         unloadable_block_ids: Blocks that were promised a load which could not be described; the
             worker reports them as failed.
-        lookup_id: The worker's store that the scheduler half asks; empty while it knows none.
+        lookup_ids: The workers' stores that the scheduler half knows.
         failures_seen: The worker's reports of failed loads that the scheduler half has taken in.
     """
 
     engine_start: str
     requests: list[ReqMeta] = field(default_factory=list)
     unloadable_block_ids: set[int] = field(default_factory=set)
-    lookup_id: str = ""
+    lookup_ids: dict[Rank, str] = field(default_factory=dict)
     failures_seen: int = 0
 
     def promised_block_ids(self, block_tokens: int) -> set[int]:
@@ -132,7 +134,7 @@ class LMCacheWorkerMetadata(KVConnectorWorkerMetadata):
     """
 
     outcomes: dict[str, RequestOutcome] = field(default_factory=dict)
-    lookup_ids: dict[int, str] = field(default_factory=dict)
+    lookup_ids: dict[Rank, str] = field(default_factory=dict)
     failures: int = 0
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> LMCacheWorkerMetadata:

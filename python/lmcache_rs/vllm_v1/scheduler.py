@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import collections
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -103,6 +103,7 @@ class LMCacheSchedulerHalf:
         kv_role: `kv_both`, `kv_producer` (never loads) or `kv_consumer` (never saves).
         faults: Where faults of ours are noted.
         identities: What requests' chunks are called; None for an engine that was told nothing more.
+        ranks: The engine's workers, each of which has to hold what a request is promised.
     """
 
     def __init__(
@@ -113,6 +114,7 @@ class LMCacheSchedulerHalf:
         kv_role: str,
         faults: Faults,
         identities: Identities | None = None,
+        ranks: Sequence[lookup.Rank] = (compat.ONLY_RANK,),
     ) -> None:
         self._config = config
         self._engine_start = engine_start
@@ -125,9 +127,10 @@ class LMCacheSchedulerHalf:
         self._trackers: dict[str, RequestTracker] = {}
         # Finished in this step; their last outcome is still on its way from the workers.
         self._finished: dict[str, RequestTracker] = {}
-        # Until the worker half has said where its store is, nothing is stored there either.
+        # Until every worker has said where its store is, no request has a hit.
         self._client: lookup.LookupClient | None = None
-        self._lookup_id = ""
+        self._ranks = frozenset(ranks)
+        self._lookup_ids: dict[lookup.Rank, str] = {}
         self._failures_seen = 0
         self._evict_blocks: Callable[[set[int]], None] | None = None
         # Block tables of the last steps by request, each with whether the step loaded anything.
@@ -206,7 +209,7 @@ class LMCacheSchedulerHalf:
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> LMCacheConnectorMetadata:
         """What the worker half loads before and saves after this step."""
         metadata = LMCacheConnectorMetadata(
-            self._engine_start, lookup_id=self._lookup_id, failures_seen=self._failures_seen
+            self._engine_start, lookup_ids=self._lookup_ids, failures_seen=self._failures_seen
         )
         step = scheduler_output.num_scheduled_tokens
         for req_id, num_scheduled in step.items():
@@ -326,7 +329,7 @@ class LMCacheSchedulerHalf:
         outcome = connector_output.kv_connector_worker_meta
         if isinstance(outcome, LMCacheWorkerMetadata):
             self._failures_seen = outcome.failures
-            self._find_worker(outcome)
+            self._find_workers(outcome)
             for req_id, of_request in outcome.outcomes.items():
                 tracker = self._trackers.get(req_id) or self._finished.get(req_id)
                 if tracker is not None:
@@ -334,13 +337,17 @@ class LMCacheSchedulerHalf:
                 self._counts["hit_tokens"] += of_request.loaded_tokens
         self._log_finished()
 
-    def _find_worker(self, outcome: LMCacheWorkerMetadata) -> None:
-        lookup_id = outcome.lookup_ids.get(0, self._lookup_id)
-        if lookup_id != self._lookup_id:
-            if self._client is not None:
-                self._client.close()
-            self._client = lookup.connect(lookup_id, 0, deadline_ms=self._config.lookup_timeout_ms)
-            self._lookup_id = lookup_id
+    def _find_workers(self, outcome: LMCacheWorkerMetadata) -> None:
+        lookup_ids = self._lookup_ids | outcome.lookup_ids
+        if lookup_ids == self._lookup_ids:
+            return
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+        self._lookup_ids = lookup_ids
+        if lookup_ids.keys() == self._ranks:
+            deadline_ms = self._config.lookup_timeout_ms
+            self._client = lookup.connect_ranks(lookup_ids, deadline_ms=deadline_ms)
 
     def bind_evict_blocks(self, evict_blocks: Callable[[set[int]], None]) -> None:
         """Takes in vLLM's own way to forget cached blocks."""

@@ -46,6 +46,7 @@ class LMCacheWorkerHalf:
         in_scheduler_process: Whether the scheduler half is in this process: then it asks the store
             itself, and no socket is opened.
         faults: Where faults of ours are noted.
+        rank: Which of the engine's workers this is.
     """
 
     def __init__(
@@ -56,13 +57,15 @@ class LMCacheWorkerHalf:
         *,
         in_scheduler_process: bool,
         faults: Faults,
+        rank: lookup.Rank = compat.ONLY_RANK,
     ) -> None:
         self._config = config
         self._metadata = metadata
         self._engine_start = engine_start
         # The scheduler half learns this name from us, through vLLM. A name that both halves could
         # make by themselves would be that of another engine one day.
-        self._lookup_id = secrets.token_hex(16)
+        self._lookup_id = f"{engine_start}/{secrets.token_hex(16)}"
+        self._rank = rank
         self._is_known = False
         self._failures = 0
         self._in_scheduler_process = in_scheduler_process
@@ -119,10 +122,11 @@ class LMCacheWorkerHalf:
             engine.register_kv_caches(tensors, block_tokens=self._block_tokens)
             if engine.local_cpu is not None:
                 if self._in_scheduler_process:
-                    lookup.register_local(self._lookup_id, 0, engine.local_cpu)
+                    lookup.register_local(self._lookup_id, self._rank, engine.local_cpu)
                 else:
-                    path = lookup.lookup_socket_path(self._lookup_id, 0)
-                    self._server = _native.LookupServer(path, engine.local_cpu)
+                    path = lookup.lookup_socket_path(self._lookup_id, self._rank)
+                    secret = lookup.lookup_secret(self._lookup_id)
+                    self._server = _native.LookupServer(path, engine.local_cpu, secret)
         except BaseException:
             engine.close()
             raise
@@ -166,7 +170,7 @@ class LMCacheWorkerHalf:
             # Another engine's blocks are not ours to write.
             self._failed_block_ids |= metadata.promised_block_ids(self._block_tokens)
             return
-        self._is_known = metadata.lookup_id == self._lookup_id
+        self._is_known = metadata.lookup_ids.get(self._rank) == self._lookup_id
         self._failed_block_ids |= metadata.unloadable_block_ids
         step = self._step_of(metadata)
         load = self._load if step is None else step.add_load
@@ -353,7 +357,7 @@ class LMCacheWorkerHalf:
     def take_outcomes(self) -> LMCacheWorkerMetadata | None:
         """What was stored and loaded since the last call, by request."""
         outcomes, self._outcomes = self._outcomes, {}
-        lookup_ids = {} if self._is_known or self._engine is None else {0: self._lookup_id}
+        lookup_ids = {} if self._is_known or self._engine is None else {self._rank: self._lookup_id}
         if not outcomes and not lookup_ids and not self._failures:
             return None
         return LMCacheWorkerMetadata(outcomes, lookup_ids, self._failures)
@@ -385,5 +389,5 @@ class LMCacheWorkerHalf:
             self._server = None
         if self._engine is not None:
             if self._engine.local_cpu is not None:
-                lookup.unregister_local(self._lookup_id, 0, self._engine.local_cpu)
+                lookup.unregister_local(self._lookup_id, self._rank, self._engine.local_cpu)
             self._engine.close()

@@ -20,12 +20,13 @@ pub(crate) struct LookupServer(Owned<lookup_server::LookupServer>);
 
 #[pymethods]
 impl LookupServer {
-    /// Listens on a Unix socket at `path`.
+    /// Listens on a Unix socket at `path`, for clients whose ZMTP identity is `secret`, if that is given.
     #[new]
-    fn new(py: Python<'_>, path: PathBuf, local_cpu: &LocalCpu) -> PyResult<Self> {
+    #[pyo3(signature = (path, local_cpu, secret=""))]
+    fn new(py: Python<'_>, path: PathBuf, local_cpu: &LocalCpu, secret: &str) -> PyResult<Self> {
         let index = Arc::new(local_cpu.store()?.clone());
         let server = enter(py, || {
-            lookup_server::LookupServer::start(&path, index)
+            lookup_server::LookupServer::start(&path, index, secret.as_bytes())
                 .map_err(|error| NativeError::Lookup(error.to_string()))
         })?;
         Ok(Self(Owned::new(server)))

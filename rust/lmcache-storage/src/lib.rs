@@ -1,11 +1,13 @@
-//! Tiers behind one trait, and the lookup server.
+//! Tiers behind one trait, and both ends of the lookup.
 //!
 //! [`backend`] says what a tier is. [`lookup_server`] answers, without Python, how much of a prompt is
-//! stored; [`wire`] is what it speaks, message by message.
+//! stored, and [`lookup_client`] asks the servers of all ranks; [`wire`] is what they speak, message by
+//! message.
 #![forbid(unsafe_code)]
 
 pub mod backend;
 pub mod error;
+pub mod lookup_client;
 pub mod lookup_server;
 mod socket_file;
 pub mod wire;

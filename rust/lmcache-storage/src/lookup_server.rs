@@ -5,6 +5,10 @@
 //! served in order and by itself: a peer that does not read its answers is not read from either, and holds
 //! up nobody else. Nothing a peer sends ends the server, or makes it hold more for that peer than one
 //! message of [`wire::MAX_MESSAGE_BYTES`].
+//!
+//! A server that is given a secret serves only peers whose ZMTP identity it is, and of those the newest: an
+//! engine has one client, and what an older connection of it has left unread must not touch the leases of the
+//! newer one. Whoever cannot introduce itself holds no place that the engine could need.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
@@ -18,7 +22,7 @@ use lmcache_core::hash::ChunkHash;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{UnixListener, UnixStream};
 use tokio::runtime::Runtime;
-use tokio::sync::oneshot;
+use tokio::sync::{oneshot, watch};
 use tokio::task::{self, JoinHandle};
 use tokio::time;
 
@@ -29,6 +33,10 @@ use crate::zmtp::{self, Frame, GREETING_BYTES, ZmtpError};
 
 /// Connections at a time; beyond them an idle one is closed, or the new one. An engine needs one.
 const MAX_CONNECTIONS: usize = 64;
+
+/// Connections that have not introduced themselves; beyond them the oldest is closed. A client of ours is
+/// through with it the first time it is heard.
+const MAX_GREETING: usize = 64;
 
 /// At the limit, the connection that has been idle for longest makes way if it has been so for this long.
 const IDLE_MAKES_WAY: Duration = Duration::from_secs(1);
@@ -123,6 +131,10 @@ counters! {
     broken_connections,
     /// Connections refused: a foreign user, a failed handshake, or too many at a time.
     refused_connections,
+    /// Connections refused because the peer did not know the server's secret.
+    strangers,
+    /// Connections ended because the same client has made a newer one.
+    superseded_connections,
     /// Connections served.
     connections,
     /// Requests at which the index panicked.
@@ -150,11 +162,16 @@ struct Running {
 }
 
 impl LookupServer {
-    /// Listens at `path` and answers from `index`.
+    /// Listens at `path` and answers from `index` those whose identity is `secret`, or anybody of this user
+    /// if that is empty.
     ///
     /// The folder is made if need be; it must be this user's own and closed to all others. A socket left
     /// behind by a dead process is replaced; one that a live process serves is [`LookupServerError::InUse`].
-    pub fn start(path: &Path, index: Arc<dyn LookupIndex>) -> Result<Self, LookupServerError> {
+    pub fn start(
+        path: &Path,
+        index: Arc<dyn LookupIndex>,
+        secret: &[u8],
+    ) -> Result<Self, LookupServerError> {
         let (file, listener) = SocketFile::bind(path)?;
         let failed = |what| {
             move |source| LookupServerError::System {
@@ -178,6 +195,8 @@ impl LookupServer {
             index,
             counters: Arc::clone(&counters),
             uid: file.uid()?,
+            secret: secret.into(),
+            newest: watch::Sender::new(0),
         });
         let (stop, stopped) = oneshot::channel();
         let thread = thread::Builder::new().name("lmcache-lookup".into());
@@ -244,6 +263,10 @@ struct Service {
     index: Arc<dyn LookupIndex>,
     counters: Arc<Counters>,
     uid: u32,
+    /// What a peer must know; empty if nothing is asked of it.
+    secret: Box<[u8]>,
+    /// The number of the newest connection that knew the secret.
+    newest: watch::Sender<u64>,
 }
 
 fn run(
@@ -273,11 +296,17 @@ async fn accept(listener: UnixListener, service: Arc<Service>) {
             }
         };
         peers.retain(|peer| !peer.task.is_finished());
-        if peers.len() >= MAX_CONNECTIONS && !evict_idle(&mut peers).await {
+        let (greeting, served): (Vec<_>, Vec<_>) =
+            (0..peers.len()).partition(|&at| peers[at].is_greeting());
+        if greeting.len() >= MAX_GREETING {
+            peers.remove(greeting[0]).end().await;
+            count(&service.counters.refused_connections);
+        }
+        if served.len() >= MAX_CONNECTIONS && !evict_idle(&mut peers).await {
             count(&service.counters.refused_connections);
             continue;
         }
-        let heard = Arc::new(Mutex::new(Instant::now()));
+        let heard = Arc::new(Mutex::new(None));
         let service = Arc::clone(&service);
         let task = tokio::spawn({
             let heard = Arc::clone(&heard);
@@ -287,10 +316,33 @@ async fn accept(listener: UnixListener, service: Arc<Service>) {
     }
 }
 
-/// A connection and when it was last heard of.
+/// When a connection was last heard of; `None` until it has introduced itself.
+type Heard = Mutex<Option<Instant>>;
+
+fn heard_now(heard: &Heard) {
+    *heard.lock().unwrap_or_else(PoisonError::into_inner) = Some(Instant::now());
+}
+
+/// A connection, in the order in which they came.
 struct Peer {
-    heard: Arc<Mutex<Instant>>,
+    heard: Arc<Heard>,
     task: JoinHandle<()>,
+}
+
+impl Peer {
+    fn heard(&self) -> Option<Instant> {
+        *self.heard.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn is_greeting(&self) -> bool {
+        self.heard().is_none()
+    }
+
+    /// Its stream is closed once this returns.
+    async fn end(self) {
+        self.task.abort();
+        let _ = self.task.await;
+    }
 }
 
 /// Ends the connection that has been idle for longest; false if all are busy.
@@ -298,15 +350,15 @@ struct Peer {
 /// So connections that nobody uses any more cannot lock an engine out. One that is closed and still wanted
 /// connects again.
 async fn evict_idle(peers: &mut Vec<Peer>) -> bool {
-    let heard = |peer: &Peer| *peer.heard.lock().unwrap_or_else(PoisonError::into_inner);
-    let oldest = (0..peers.len()).min_by_key(|&at| heard(&peers[at]));
-    let Some(at) = oldest.filter(|&at| heard(&peers[at]).elapsed() >= IDLE_MAKES_WAY) else {
+    let served = peers.iter().enumerate();
+    let served = served.filter_map(|(at, peer)| peer.heard().map(|heard| (heard, at)));
+    let oldest = served
+        .min()
+        .filter(|(heard, _)| heard.elapsed() >= IDLE_MAKES_WAY);
+    let Some((_, at)) = oldest else {
         return false;
     };
-    let peer = peers.swap_remove(at);
-    peer.task.abort();
-    // Its stream is closed once this returns.
-    let _ = peer.task.await;
+    peers.remove(at).end().await;
     true
 }
 
@@ -317,16 +369,21 @@ enum ConnectionError {
     Zmtp(#[from] ZmtpError),
     #[error(transparent)]
     Io(#[from] io::Error),
+    #[error("the client has made a newer connection")]
+    Superseded,
 }
 
 impl Service {
-    async fn serve(&self, mut stream: UnixStream, heard: &Mutex<Instant>) {
+    async fn serve(&self, mut stream: UnixStream, heard: &Heard) {
         // The folder keeps others out already; this holds even if somebody opens it.
         let known = stream
             .peer_cred()
             .is_ok_and(|peer| [self.uid, 0].contains(&peer.uid()));
         let greeted = match known {
-            true => time::timeout(HANDSHAKE_DEADLINE, handshake(&mut stream)).await,
+            true => {
+                let handshake = handshake(&mut stream, &self.secret);
+                time::timeout(HANDSHAKE_DEADLINE, handshake).await
+            }
             false => {
                 count(&self.counters.refused_connections);
                 return;
@@ -335,7 +392,10 @@ impl Service {
         let inbox = match greeted {
             Ok(Ok(inbox)) => inbox,
             Ok(Err(error)) => {
-                count(&self.counters.refused_connections);
+                count(match error {
+                    ConnectionError::Zmtp(ZmtpError::Stranger) => &self.counters.strangers,
+                    _ => &self.counters.refused_connections,
+                });
                 tracing::debug!(%error, "refused a lookup connection");
                 return;
             }
@@ -344,9 +404,21 @@ impl Service {
                 return;
             }
         };
+        heard_now(heard);
         count(&self.counters.connections);
-        match self.converse(&mut stream, inbox, heard).await {
+        if !self.secret.is_empty() {
+            self.newest.send_modify(|newest| *newest += 1);
+        }
+        // From here on, so that one's own coming is no news.
+        let mut newest = self.newest.subscribe();
+        let outcome = tokio::select! {
+            biased;
+            _ = newest.changed() => Err(ConnectionError::Superseded),
+            outcome = self.converse(&mut stream, inbox, heard) => outcome,
+        };
+        match outcome {
             Ok(()) | Err(ConnectionError::Io(_)) => {}
+            Err(ConnectionError::Superseded) => count(&self.counters.superseded_connections),
             Err(ConnectionError::Zmtp(error)) => {
                 count(match error {
                     ZmtpError::TooLarge { .. } => &self.counters.oversized,
@@ -361,7 +433,7 @@ impl Service {
         &self,
         stream: &mut UnixStream,
         mut inbox: Vec<u8>,
-        heard: &Mutex<Instant>,
+        heard: &Heard,
     ) -> Result<(), ConnectionError> {
         let mut outbox = Vec::new();
         let mut last_message_id = 0;
@@ -406,7 +478,7 @@ impl Service {
             if stream.read_buf(&mut inbox).await? == 0 {
                 return Ok(());
             }
-            *heard.lock().unwrap_or_else(PoisonError::into_inner) = Instant::now();
+            heard_now(heard);
         }
     }
 
@@ -485,7 +557,7 @@ impl Service {
 }
 
 /// Exchanges greetings and READY; gives the bytes that came after them.
-async fn handshake(stream: &mut UnixStream) -> Result<Vec<u8>, ConnectionError> {
+async fn handshake(stream: &mut UnixStream, secret: &[u8]) -> Result<Vec<u8>, ConnectionError> {
     stream.write_all(&zmtp::greeting()).await?;
     let mut greeting = [0; GREETING_BYTES];
     stream.read_exact(&mut greeting).await?;
@@ -494,7 +566,10 @@ async fn handshake(stream: &mut UnixStream) -> Result<Vec<u8>, ConnectionError> 
     let used = loop {
         match zmtp::next_frame(&inbox, 0)? {
             Some((Frame::Command(command), used)) => {
-                zmtp::check_ready(command)?;
+                let identity = zmtp::check_ready(command, "DEALER")?;
+                if !secret.is_empty() && !is_equal(identity, secret) {
+                    return Err(ZmtpError::Stranger.into());
+                }
                 break used;
             }
             Some((Frame::Message { .. }, _)) => return Err(ZmtpError::Ready.into()),
@@ -505,6 +580,12 @@ async fn handshake(stream: &mut UnixStream) -> Result<Vec<u8>, ConnectionError> 
         }
     };
     inbox.drain(..used);
-    stream.write_all(&zmtp::ready()).await?;
+    stream.write_all(&zmtp::ready("ROUTER", b"")).await?;
     Ok(inbox)
+}
+
+/// Compares in the same time wherever the two differ.
+fn is_equal(a: &[u8], b: &[u8]) -> bool {
+    let differences = a.iter().zip(b).map(|(a, b)| a ^ b);
+    a.len() == b.len() && differences.fold(0, |all, one| all | one) == 0
 }

@@ -1,4 +1,4 @@
-//! The part of ZMTP 3.0 that a server of DEALER peers needs, without I/O.
+//! The part of ZMTP 3.0 that a ROUTER and its DEALER peers need, without I/O.
 //!
 //! Written here, because a peer must not be able to hurt the process it asks: a frame's length is checked
 //! before a byte is reserved for it, whereas the `zeromq` crate reserves what the header states and aborts
@@ -12,6 +12,9 @@ pub(crate) const GREETING_BYTES: usize = 64;
 /// The longest command that is accepted, in bytes. READY carries two or three short properties.
 pub(crate) const MAX_COMMAND_BYTES: usize = 1024;
 
+/// The longest identity that ZMTP knows, in bytes.
+pub(crate) const MAX_IDENTITY_BYTES: usize = 255;
+
 const FLAG_MORE: u8 = 0b001;
 const FLAG_LONG: u8 = 0b010;
 const FLAG_COMMAND: u8 = 0b100;
@@ -23,8 +26,10 @@ pub(crate) enum ZmtpError {
     Greeting,
     #[error("the peer's READY is malformed")]
     Ready,
-    #[error("the peer is a {found:?} socket; only DEALER is served")]
-    SocketType { found: String },
+    #[error("the peer is a {found:?} socket, not a {wanted}")]
+    SocketType { found: String, wanted: &'static str },
+    #[error("the peer does not know this server's secret")]
+    Stranger,
     #[error("a frame has reserved flags set: {flags:#010b}")]
     Flags { flags: u8 },
     #[error("a frame of {num_bytes} bytes; {limit} are accepted")]
@@ -38,7 +43,7 @@ pub(crate) enum Frame<'a> {
     Message { body: &'a [u8], more: bool },
 }
 
-/// What the server sends first.
+/// What both sides send first.
 pub(crate) fn greeting() -> [u8; GREETING_BYTES] {
     let mut greeting = [0; GREETING_BYTES];
     greeting[0] = 0xff;
@@ -57,38 +62,55 @@ pub(crate) fn check_greeting(greeting: &[u8; GREETING_BYTES]) -> Result<(), Zmtp
         .ok_or(ZmtpError::Greeting)
 }
 
-/// The READY command of a ROUTER, framed.
-pub(crate) fn ready() -> Vec<u8> {
-    ready_of(b"ROUTER")
-}
-
-fn ready_of(socket_type: &[u8]) -> Vec<u8> {
-    let mut body = b"\x05READY\x0bSocket-Type".to_vec();
-    body.extend((socket_type.len() as u32).to_be_bytes());
-    body.extend(socket_type);
-    let mut frame = vec![FLAG_COMMAND, body.len() as u8];
+/// The READY command of a socket, framed. An identity of more than 255 bytes is cut.
+pub(crate) fn ready(socket_type: &str, identity: &[u8]) -> Vec<u8> {
+    let mut body = b"\x05READY".to_vec();
+    put_property(&mut body, b"Socket-Type", socket_type.as_bytes());
+    if !identity.is_empty() {
+        let identity = &identity[..identity.len().min(MAX_IDENTITY_BYTES)];
+        put_property(&mut body, b"Identity", identity);
+    }
+    let mut frame = match u8::try_from(body.len()) {
+        Ok(len) => vec![FLAG_COMMAND, len],
+        Err(_) => {
+            let mut header = vec![FLAG_COMMAND | FLAG_LONG];
+            header.extend((body.len() as u64).to_be_bytes());
+            header
+        }
+    };
     frame.extend(body);
     frame
 }
 
-/// Whether the command is the READY of a DEALER.
-pub(crate) fn check_ready(command: &[u8]) -> Result<(), ZmtpError> {
+fn put_property(body: &mut Vec<u8>, name: &[u8], value: &[u8]) {
+    body.push(name.len() as u8);
+    body.extend(name);
+    body.extend((value.len() as u32).to_be_bytes());
+    body.extend(value);
+}
+
+/// The peer's identity, empty if it has none, if the command is the READY of a `wanted` socket.
+pub(crate) fn check_ready<'a>(
+    command: &'a [u8],
+    wanted: &'static str,
+) -> Result<&'a [u8], ZmtpError> {
     let mut rest = command.strip_prefix(b"\x05READY").ok_or(ZmtpError::Ready)?;
-    let mut socket_type = None;
+    let (mut socket_type, mut identity): (_, &[u8]) = (None, &[]);
     while !rest.is_empty() {
         let (name, value, after) = split_property(rest).ok_or(ZmtpError::Ready)?;
         if name.eq_ignore_ascii_case(b"Socket-Type") {
             socket_type = Some(value);
+        } else if name.eq_ignore_ascii_case(b"Identity") {
+            identity = value;
         }
         rest = after;
     }
-    match socket_type.ok_or(ZmtpError::Ready)? {
-        b"DEALER" => Ok(()),
-        other => {
-            let found = String::from_utf8_lossy(&other[..other.len().min(16)]).into_owned();
-            Err(ZmtpError::SocketType { found })
-        }
+    let found = socket_type.ok_or(ZmtpError::Ready)?;
+    if found != wanted.as_bytes() {
+        let found = String::from_utf8_lossy(&found[..found.len().min(16)]).into_owned();
+        return Err(ZmtpError::SocketType { found, wanted });
     }
+    Ok(identity)
 }
 
 fn split_property(rest: &[u8]) -> Option<(&[u8], &[u8], &[u8])> {
@@ -174,19 +196,35 @@ mod tests {
     }
 
     #[test]
-    fn only_a_dealer_is_served() {
-        assert_eq!(check_ready(&ready_of(b"DEALER")[2..]), Ok(()));
-        let found = "REQ".to_owned();
-        assert_eq!(
-            check_ready(&ready_of(b"REQ")[2..]),
-            Err(ZmtpError::SocketType { found })
-        );
-        assert_eq!(check_ready(b"\x05READY"), Err(ZmtpError::Ready));
-        assert_eq!(
-            check_ready(b"\x05READY\x0bSocket-Type\xff\xff\xff\xffX"),
-            Err(ZmtpError::Ready)
-        );
-        assert_eq!(check_ready(b"\x05ERROR\x00"), Err(ZmtpError::Ready));
+    fn only_the_socket_that_is_wanted_passes() {
+        let dealer = ready("DEALER", b"");
+        assert_eq!(check_ready(&dealer[2..], "DEALER"), Ok(&b""[..]));
+        let refused = ZmtpError::SocketType {
+            found: "DEALER".into(),
+            wanted: "ROUTER",
+        };
+        assert_eq!(check_ready(&dealer[2..], "ROUTER"), Err(refused));
+        for broken in [
+            &b"\x05READY"[..],
+            b"\x05READY\x0bSocket-Type\xff\xff\xff\xffX",
+            b"\x05ERROR\x00",
+        ] {
+            assert_eq!(check_ready(broken, "DEALER"), Err(ZmtpError::Ready));
+        }
+    }
+
+    #[test]
+    fn an_identity_of_any_length_arrives() {
+        for len in [0, 1, 64, 200, 255] {
+            let identity = vec![b'i'; len];
+            let frame = ready("DEALER", &identity);
+            let (command, used) = next_frame(&frame, 0).expect("a frame").expect("all of it");
+            let Frame::Command(command) = command else {
+                panic!("{command:?}")
+            };
+            assert_eq!(used, frame.len());
+            assert_eq!(check_ready(command, "DEALER"), Ok(&identity[..]));
+        }
     }
 
     #[test]
@@ -234,7 +272,7 @@ mod tests {
             if let Ok(Some((_, used))) = next_frame(&bytes, 64) {
                 prop_assert!(used > 0 && used <= bytes.len());
             }
-            let _ = check_ready(&bytes);
+            let _ = check_ready(&bytes, "DEALER");
         }
     }
 }

@@ -62,7 +62,8 @@ fn room() -> Room {
     let folder = tempfile::tempdir().expect("a folder");
     let path = folder.path().join("lookup/0.sock");
     let index = Arc::new(Double::default());
-    let server = LookupServer::start(&path, Arc::<Double>::clone(&index)).expect("a fresh path");
+    let server =
+        LookupServer::start(&path, Arc::<Double>::clone(&index), b"").expect("a fresh path");
     Room {
         server,
         index,
@@ -489,7 +490,7 @@ fn only_dealers_are_served() {
 #[test]
 fn a_second_server_at_a_live_path_is_refused() {
     let room = room();
-    let second = LookupServer::start(&room.path, Arc::new(Double::default()));
+    let second = LookupServer::start(&room.path, Arc::new(Double::default()), b"");
     assert!(matches!(second, Err(LookupServerError::InUse { .. })));
     assert_alive(&room);
 }
@@ -502,7 +503,8 @@ fn closing_twice_leaves_nothing_behind_and_the_path_free() {
     room.server.close();
     assert!(!room.path.exists());
     assert!(is_ended(&mut peer.try_clone().expect("a descriptor")));
-    let second = LookupServer::start(&room.path, Arc::new(Double::default())).expect("a free path");
+    let second =
+        LookupServer::start(&room.path, Arc::new(Double::default()), b"").expect("a free path");
     drop(second);
     let folder = room.path.parent().expect("a folder");
     assert_eq!(folder.read_dir().expect("it stays").count(), 0);
