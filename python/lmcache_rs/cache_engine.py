@@ -382,6 +382,24 @@ class LMCacheEngine:
             skip=skip,
         )
 
+    def begin_load_chunks(
+        self, lookup_id: str, namespace: str, hashes: bytes, block_ids: Sequence[int], *, skip: int
+    ) -> Any:
+        """STAND-IN."""
+        loaded = self.load_chunks(lookup_id, namespace, hashes, block_ids, skip=skip)
+
+        class Done:
+            def is_done(self) -> bool:
+                return True
+
+            def wait(self, timeout_ms: int) -> bool:
+                return True
+
+            def outcome(self) -> tuple[int, int, int]:
+                return tuple(loaded)
+
+        return Done()
+
     def layerwise_step(self) -> _native.LayerwiseStep | None:
         """Loads and saves of requests that share a forward pass, a layer at a time.
 

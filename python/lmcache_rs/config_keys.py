@@ -210,6 +210,16 @@ HONOURED: Mapping[str, Key] = {
             maximum=2**31 - 1,
         ),
         Key(
+            "max_sync_load_ms",
+            "float",
+            5.0,
+            "ms",
+            "How long loads may hold up an engine step, by their measured speed. Loads beyond it "
+            "run while other requests compute, and cost the request at least one step; 0: all do.",
+            minimum=0,
+            maximum=_MAX_MS,
+        ),
+        Key(
             "lookup_timeout_ms",
             "int",
             3000,

@@ -9,6 +9,7 @@ from lmcache_rs.layouts import LayoutError
 from lmcache_rs.vllm_v1 import compat, model_identity
 from lmcache_rs.vllm_v1.faults import Faults
 from lmcache_rs.vllm_v1.identity import chain_notice, identities_of
+from lmcache_rs.vllm_v1.load_choice import LoadChoice
 from lmcache_rs.vllm_v1.metadata import LMCacheConnectorMetadata
 from lmcache_rs.vllm_v1.scheduler import LMCacheSchedulerHalf
 from lmcache_rs.vllm_v1.worker import LMCacheWorkerHalf
@@ -68,9 +69,14 @@ class LMCacheManager:
         self._load_failure_policy = str(transfer.kv_load_failure_policy)
         try:
             if is_scheduler:
-                role = str(transfer.kv_role)
                 self.scheduler = LMCacheSchedulerHalf(
-                    config, self._metadata, engine_start, role, self.faults, identities
+                    config,
+                    self._metadata,
+                    engine_start,
+                    str(transfer.kv_role),
+                    self.faults,
+                    identities,
+                    self._load_choice(),
                 )
             else:
                 self.worker = LMCacheWorkerHalf(
@@ -79,9 +85,20 @@ class LMCacheManager:
                     engine_start,
                     in_scheduler_process=compat.is_in_scheduler_process(vllm_config),
                     faults=self.faults,
+                    fails_whole_loads=not compat.keeps_all_blocks(kv_cache_config),
                 )
         except Exception as error:
             self._degrade("start", error)
+
+    def _load_choice(self) -> LoadChoice:
+        of = self._kv_cache_config
+        block_bytes = compat.block_bytes_of(of) * len(compat.layer_names_of(of))
+        return LoadChoice(
+            self.config.max_sync_load_ms,
+            -(-block_bytes // compat.block_size_of(of)),
+            has_safe_failure=compat.recovers_from_sync_load(self._vllm_config, of),
+            keeps_all_blocks=compat.keeps_all_blocks(of),
+        )
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Gives the worker half the engine's tensors and prints the banner.

@@ -22,6 +22,7 @@ from lmcache_rs.vllm_v1.identity import (
     NoExtraKeys,
     RequestIdentity,
 )
+from lmcache_rs.vllm_v1.load_choice import LoadChoice
 from lmcache_rs.vllm_v1.metadata import (
     NULL_BLOCK,
     LMCacheConnectorMetadata,
@@ -103,6 +104,7 @@ class LMCacheSchedulerHalf:
         kv_role: `kv_both`, `kv_producer` (never loads) or `kv_consumer` (never saves).
         faults: Where faults of ours are noted.
         identities: What requests' chunks are called; None for an engine that was told nothing more.
+        load_choice: Which loads the step waits for; None for all of them.
     """
 
     def __init__(
@@ -113,8 +115,12 @@ class LMCacheSchedulerHalf:
         kv_role: str,
         faults: Faults,
         identities: Identities | None = None,
+        load_choice: LoadChoice | None = None,
     ) -> None:
         self._config = config
+        self._load_choice = load_choice or LoadChoice(config.max_sync_load_ms, token_bytes=0)
+        # Promises with blocks, until the next step is described.
+        self._granted: dict[str, RequestTracker] = {}
         self._engine_start = engine_start
         self._chunk_size = config.chunk_size
         self._identities = identities or Identities(config, metadata)
@@ -143,9 +149,11 @@ class LMCacheSchedulerHalf:
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Tokens that can be loaded beyond those the engine has; None if that is not known yet.
+        """Tokens that can be loaded beyond those the engine has, None if that is not known yet; and
+        whether the request waits for them while others compute.
 
-        At least one token of the request is left to compute, as vLLM needs it for the logits.
+        The last token of a request is always computed, as vLLM needs it for the logits. Where the
+        request waits, vLLM leaves it out of the promise by itself.
         """
         tracker = self._track(request, is_lookup=True)
         tracker.load_spec = None
@@ -164,12 +172,14 @@ class LMCacheSchedulerHalf:
         if hit_chunks is None:
             return None, False
         hit_tokens = hit_chunks * self._chunk_size
-        end = min(hit_tokens, request.num_tokens - 1)
-        num_new = end - num_computed_tokens
+        num_new = min(hit_tokens, request.num_tokens - 1) - num_computed_tokens
         if num_new <= 0 or num_new < self._config.min_retrieve_tokens:
             return self._promise_nothing(request.request_id)
-        tracker.load_spec = LoadSpec(num_computed_tokens, hit_tokens)
-        return num_new, False
+        is_async = self._load_choice.is_async(num_new)
+        tracker.load_spec = LoadSpec(num_computed_tokens, hit_tokens, is_async=is_async)
+        if is_async and self._load_choice.may_load_last_token:
+            num_new = hit_tokens - num_computed_tokens
+        return num_new, is_async
 
     def _promise_nothing(self, req_id: str) -> tuple[int, bool]:
         # The record ends too: when the request is asked about again, more may be stored.
@@ -198,6 +208,9 @@ class LMCacheSchedulerHalf:
         tracker.load_spec = spec
         tracker.granted_block_ids = compat.granted_block_ids(blocks)
         tracker.external_tokens = num_external_tokens
+        self._granted[req_id] = tracker
+        if not spec.is_async:
+            self._load_choice.take(num_external_tokens)
         self._counts["promised_tokens"] += num_external_tokens
         self._end_lookup(req_id, release=False)
 
@@ -209,6 +222,11 @@ class LMCacheSchedulerHalf:
             self._engine_start, lookup_id=self._lookup_id, failures_seen=self._failures_seen
         )
         step = scheduler_output.num_scheduled_tokens
+        granted, self._granted = self._granted, {}
+        for req_id, tracker in granted.items():
+            # Blocks and no tokens to compute: vLLM has the request wait for its load.
+            if req_id not in step and tracker.load_spec is not None:
+                metadata.requests.append(self._describe_async_load(tracker, tracker.load_spec))
         for req_id, num_scheduled in step.items():
             tracker = self._trackers.get(req_id)
             if tracker is None or tracker.namespace is None:
@@ -229,13 +247,37 @@ class LMCacheSchedulerHalf:
                 continue
             if req is not None:
                 metadata.requests.append(req)
-        loads = any(req.load_spec is not None for req in metadata.requests)
+        loads = any(req.load_spec and not req.load_spec.is_async for req in metadata.requests)
         tables: dict[str, list[int]] = {}
         if loads or any(loaded for loaded, _ in self._last_tables):
             # What is computed on a load that will have failed must be found again.
             tables = {req_id: compat.block_table(scheduler_output, req_id) for req_id in step}
         self._last_tables.append((loads, tables))
+        self._load_choice.begin_step()
         return metadata
+
+    def _describe_async_load(self, tracker: RequestTracker, spec: LoadSpec) -> ReqMeta:
+        tracker.load_spec = None
+        block_ids, tracker.granted_block_ids = tracker.granted_block_ids, []
+        spec.is_async = True
+        chunk_size, end = self._chunk_size, spec.lmcache_cached_tokens
+        # As if computed: if it fails, vLLM's own count comes out lower.
+        tracker.saved_tokens = end // chunk_size * chunk_size
+        tracker.computed_tokens = min(end, tracker.request.num_tokens - 1)
+        hashes = b""
+        try:
+            hashes = tracker.chain.hashes(end // chunk_size)
+        except Exception as error:
+            # Without hashes it loads nothing, and that is said: vLLM waits for an answer.
+            self.faults.note("build_connector_meta", error)
+        return ReqMeta(
+            req_id=tracker.request.request_id,
+            num_tokens=0,
+            hashes=hashes,
+            block_ids=block_ids,
+            namespace=tracker.namespace or "",
+            load_spec=spec,
+        )
 
     def _describe(
         self,
@@ -326,6 +368,7 @@ class LMCacheSchedulerHalf:
         outcome = connector_output.kv_connector_worker_meta
         if isinstance(outcome, LMCacheWorkerMetadata):
             self._failures_seen = outcome.failures
+            self._load_choice.measured(outcome.load_bytes_per_second)
             self._find_worker(outcome)
             for req_id, of_request in outcome.outcomes.items():
                 tracker = self._trackers.get(req_id) or self._finished.get(req_id)

@@ -2,13 +2,15 @@
 
 Lives beside the model and owns the bytes. In bulk mode a step's loads are done before its forward
 pass and its saves after it, both before the hook returns, so that no block is touched while vLLM
-may use it. Layer by layer (`use_layerwise`) they run beside the forward pass, each layer's load
+may use it. Loads that requests wait for (`loads`) run beside the steps, into blocks that nobody
+else uses. Layer by layer (`use_layerwise`) they run beside the forward pass, each layer's load
 done before its attention and its save behind it; the last hook of the step ends them.
 """
 
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +19,8 @@ from lmcache_rs.cache_engine import LMCacheEngine, Loaded, Stored
 from lmcache_rs.key import HASH_BYTES
 from lmcache_rs.layouts import Layout, MemoryFormat
 from lmcache_rs.vllm_v1 import compat, layerwise
+from lmcache_rs.vllm_v1.load_choice import LoadSpeed
+from lmcache_rs.vllm_v1.loads import AsyncLoads, FinishedLoad, Transfer
 from lmcache_rs.vllm_v1.metadata import (
     LMCacheConnectorMetadata,
     LMCacheWorkerMetadata,
@@ -46,6 +50,8 @@ class LMCacheWorkerHalf:
         in_scheduler_process: Whether the scheduler half is in this process: then it asks the store
             itself, and no socket is opened.
         faults: Where faults of ours are noted.
+        fails_whole_loads: Whether an asynchronous load that ends early is of no use at all, as the
+            engine keeps no block that lies behind a window.
     """
 
     def __init__(
@@ -56,6 +62,7 @@ class LMCacheWorkerHalf:
         *,
         in_scheduler_process: bool,
         faults: Faults,
+        fails_whole_loads: bool = False,
     ) -> None:
         self._config = config
         self._metadata = metadata
@@ -70,6 +77,11 @@ class LMCacheWorkerHalf:
         self._engine: LMCacheEngine | None = None
         self._server: _native.LookupServer | None = None
         self._failed_block_ids: set[int] = set()
+        # Those of loads that nobody computes on before they are over.
+        self._failed_async_block_ids: set[int] = set()
+        self._async_loads = AsyncLoads(faults)
+        self._fails_whole_loads = fails_whole_loads
+        self._load_speed = LoadSpeed()
         self._outcomes: dict[str, RequestOutcome] = {}
         self._block_tokens = metadata.block_size or 1
         self._layers: dict[str, int] = {}
@@ -164,7 +176,7 @@ class LMCacheWorkerHalf:
         self._end_other_step(metadata)
         if metadata.engine_start != self._engine_start:
             # Another engine's blocks are not ours to write.
-            self._failed_block_ids |= metadata.promised_block_ids(self._block_tokens)
+            self.fail_loads(metadata)
             return
         self._is_known = metadata.lookup_id == self._lookup_id
         self._failed_block_ids |= metadata.unloadable_block_ids
@@ -172,6 +184,9 @@ class LMCacheWorkerHalf:
         load = self._load if step is None else step.add_load
         for req in metadata.requests:
             if req.load_spec is None or not req.load_spec.can_load:
+                continue
+            if req.load_spec.is_async:
+                self._async_loads.begin(req, self._begin_load)
                 continue
             try:
                 loaded = load(req)
@@ -195,7 +210,49 @@ class LMCacheWorkerHalf:
         if self._engine is None or not self._engine.is_healthy():
             return Loaded(skip, 0, 0)
         hashes = req.hashes[: end // self._config.chunk_size * HASH_BYTES]
-        return self._engine.load_chunks(req.req_id, req.namespace, hashes, req.block_ids, skip=skip)
+        began = time.perf_counter()
+        loaded = self._engine.load_chunks(
+            req.req_id, req.namespace, hashes, req.block_ids, skip=skip
+        )
+        self._load_speed.note(loaded.bytes, time.perf_counter() - began)
+        return loaded
+
+    def _begin_load(self, req: ReqMeta) -> Transfer | None:
+        """Starts a load that its request waits for; None if there is nothing to load from."""
+        assert req.load_spec is not None
+        skip, end = req.load_spec.vllm_cached_tokens, req.load_spec.lmcache_cached_tokens
+        hashes = req.hashes[: end // self._config.chunk_size * HASH_BYTES]
+        if self._engine is None or not self._engine.is_healthy() or not hashes:
+            return None
+        return self._engine.begin_load_chunks(
+            req.req_id, req.namespace, hashes, req.block_ids, skip=skip
+        )
+
+    def take_finished_loads(self) -> tuple[set[str], set[str]]:
+        """Requests whose loads are over, and those of them that have nothing of theirs.
+
+        The blocks of a load that ended early are reported as failed in this step.
+        """
+        finished: set[str] = set()
+        failed: set[str] = set()
+        for load in self._async_loads.take_finished():
+            finished.add(load.req.req_id)
+            try:
+                if not self._account_for(load) and self._fails_whole_loads:
+                    failed.add(load.req.req_id)
+            except Exception as error:
+                self._faults.note("finish_load", error)
+        return finished, failed
+
+    def _account_for(self, load: FinishedLoad) -> bool:
+        """Whether all that was promised is there."""
+        req, loaded = load
+        assert req.load_spec is not None
+        if loaded.end < req.load_spec.lmcache_cached_tokens:
+            self._record_failed_blocks(req, loaded.end)
+            return False
+        self._count_loaded(req, loaded)
+        return True
 
     def _count_loaded(self, req: ReqMeta, loaded: Loaded) -> None:
         assert req.load_spec is not None
@@ -213,7 +270,10 @@ class LMCacheWorkerHalf:
         self._counts["failed_loads"] += 1
         promised_end = req.load_spec.lmcache_cached_tokens
         failed = failed_blocks(req.block_ids, self._block_tokens, loaded_end, promised_end)
-        self._failed_block_ids |= failed
+        if not req.load_spec.is_async:
+            self._failed_block_ids |= failed
+        elif not self._fails_whole_loads:
+            self._failed_async_block_ids |= failed
         if self._engine is not None and self._engine.local_cpu is not None:
             # What failed leaves the index before it is reported, or it would be promised again.
             at = loaded_end // self._config.chunk_size * HASH_BYTES
@@ -342,12 +402,19 @@ class LMCacheWorkerHalf:
         """Blocks that do not hold what was promised: reported, and nothing of the step is saved."""
         self._failed_block_ids |= block_ids
 
+    def fail_loads(self, metadata: LMCacheConnectorMetadata) -> None:
+        """The step's loads have failed, but those that run already beside the steps."""
+        self.record_failed(metadata.promised_block_ids(self._block_tokens))
+        self._async_loads.fail_others(metadata.async_loads())
+
     def take_failed_block_ids(self) -> set[int]:
         """Blocks whose loads failed since the last call."""
         # With drafts vLLM asks before it ends the step.
         self._finish_loads(self._step)
         failed, self._failed_block_ids = self._failed_block_ids, set()
         self._failures += bool(failed)
+        failed |= self._failed_async_block_ids
+        self._failed_async_block_ids = set()
         return failed
 
     def take_outcomes(self) -> LMCacheWorkerMetadata | None:
@@ -356,7 +423,8 @@ class LMCacheWorkerHalf:
         lookup_ids = {} if self._is_known or self._engine is None else {0: self._lookup_id}
         if not outcomes and not lookup_ids and not self._failures:
             return None
-        return LMCacheWorkerMetadata(outcomes, lookup_ids, self._failures)
+        speed = self._load_speed.bytes_per_second
+        return LMCacheWorkerMetadata(outcomes, lookup_ids, self._failures, speed)
 
     def _outcome(self, req_id: str) -> RequestOutcome:
         return self._outcomes.setdefault(req_id, RequestOutcome())
@@ -380,6 +448,7 @@ class LMCacheWorkerHalf:
             self._step = None
         if self._copier is not None:
             self._copier.close()
+        self._async_loads.close()
         if self._server is not None:
             self._server.close()
             self._server = None
