@@ -63,6 +63,7 @@ class LMCacheEngineConfig:
     strict: bool
     lmcache_instance_id: str | None
     log_requests: bool
+    storage_backends: Mapping[str, str] = dataclasses.field(hash=False)
     # Entries may hold credentials.
     extra_config: Mapping[str, Any] = dataclasses.field(hash=False, repr=False)
     sources: Mapping[str, str] = dataclasses.field(compare=False, repr=False)

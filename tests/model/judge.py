@@ -38,7 +38,8 @@ def require(holds: bool, rule: str, *found: object) -> None:
 class Promise:
     """Tokens from `start` to `end` of a request that vLLM counts on.
 
-    In the step that begins the load; or, where the request waits for it, once it is said to be over.
+    In the step that begins the load; or, where the request waits for it, once that is said to be
+    over.
     """
 
     start: int
@@ -204,9 +205,7 @@ class Judge:
         for promise in {**in_step, **over}.values():
             self._check_index(promise, failed, pool)
 
-    def begin_loads(
-        self, metadata: LMCacheConnectorMetadata, promises: dict[str, Promise]
-    ) -> None:
+    def begin_loads(self, metadata: LMCacheConnectorMetadata, promises: dict[str, Promise]) -> None:
         """The worker half hears of these promises now."""
         for req in metadata.requests:
             promise = promises.get(req.req_id)

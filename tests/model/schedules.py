@@ -236,7 +236,10 @@ class Schedule:
     def _choose_loads(self) -> None:
         half, share = self._engine.connector._manager.scheduler, self.settings.waited_for
         assert half is not None
-        is_async: Any = lambda _: self._draw.random() < share  # noqa: E731
+
+        def is_async(num_tokens: int) -> bool:
+            return self._draw.random() < share
+
         if 0 < share < 1 and self.settings.recovers_from_sync_load:
             half._load_choice.is_async = is_async  # type: ignore[method-assign]
 

@@ -44,10 +44,6 @@ class LateTransfer:
         self.is_said_to_be_over = True
         return True
 
-    def wait(self, timeout_ms: int) -> bool:
-        self.copy()
-        return True
-
     def outcome(self) -> tuple[int, int, int]:
         if self._outcome is None:
             self._transfers.judge.raised["finish_load"] += 1

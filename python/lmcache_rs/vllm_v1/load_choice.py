@@ -2,32 +2,36 @@
 
 from __future__ import annotations
 
+import collections
+
 ASSUMED_BYTES_PER_SECOND = 2e9
 """What a processor's core copies on a poor day; taken until the worker half has measured."""
 
 LEAST_BYTES = 256 << 10
 """Of smaller copies most of the time is not the copy's."""
 
-_KEPT = 0.8
+COPIES_KEPT = 8
 
 
 class LoadSpeed:
-    """Bytes per second of the last copies into the engine's blocks; the old ones fade."""
+    """Bytes per second into the engine's blocks: the best of the last copies.
+
+    What disturbs a copy makes it slower and never quicker, and of some no more is known than that
+    they were over by a certain time.
+    """
 
     def __init__(self) -> None:
-        self._bytes = 0.0
-        self._seconds = 0.0
+        self._last = collections.deque([ASSUMED_BYTES_PER_SECOND], maxlen=COPIES_KEPT)
 
     def note(self, num_bytes: int, seconds: float) -> None:
-        """A copy that was waited for from its start to its end."""
+        """A copy that took no longer than this."""
         if num_bytes >= LEAST_BYTES and seconds > 0:
-            self._bytes = self._bytes * _KEPT + num_bytes
-            self._seconds = self._seconds * _KEPT + seconds
+            self._last.append(num_bytes / seconds)
 
     @property
     def bytes_per_second(self) -> float:
-        """0 while nothing was measured."""
-        return self._bytes / self._seconds if self._seconds else 0.0
+        """What the next copy may be expected to do."""
+        return max(self._last)
 
 
 class LoadChoice:
@@ -35,7 +39,8 @@ class LoadChoice:
 
     A synchronous load makes every request of the step wait, an asynchronous one costs its own
     request at least one step more. So the first loads of a step are synchronous, as many as the
-    budget pays for; and none is where vLLM has no safe answer to one that fails.
+    budget pays for, and the first one of all where nobody else is there to be held up; and none is
+    where vLLM has no safe answer to one that fails.
 
     Args:
         budget_ms: Milliseconds that all synchronous loads of one step may take; 0 for no such load.
@@ -52,27 +57,32 @@ class LoadChoice:
         has_safe_failure: bool = True,
         keeps_all_blocks: bool = True,
     ) -> None:
-        # An asynchronous load of a whole request is one that vLLM takes a step back from, to compute
-        # the last token: behind a window the block that this token needs first may be gone by then.
+        # After an asynchronous load of a whole request vLLM takes one step back, to compute the
+        # last token: behind a window, the first block that this token needs may be gone by then.
         self.may_load_last_token = keeps_all_blocks
         self._budget_s = budget_ms / 1e3 if has_safe_failure else 0.0
         self._token_bytes = token_bytes
         self._bytes_per_second = ASSUMED_BYTES_PER_SECOND
         self._spent_s = 0.0
+        self._others_run = False
 
     def is_async(self, num_tokens: int) -> bool:
         """Whether a load of so many tokens is to run beside the steps."""
         if not self._budget_s:
             return True
+        if not self._others_run:
+            return False
         return self._spent_s + self._seconds(num_tokens) > self._budget_s
 
     def take(self, num_tokens: int) -> None:
         """A synchronous load of so many tokens goes ahead in the step that is being described."""
         self._spent_s += self._seconds(num_tokens)
+        self._others_run = True
 
-    def begin_step(self) -> None:
-        """The next step has its own budget."""
+    def begin_step(self, *, others_run: bool) -> None:
+        """The next step has its own budget; `others_run` says whether the last one computes."""
         self._spent_s = 0.0
+        self._others_run = others_run
 
     def measured(self, bytes_per_second: float) -> None:
         """How fast loads are; 0 says nothing."""

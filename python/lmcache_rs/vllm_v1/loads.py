@@ -7,6 +7,7 @@ each load that was begun is said to be over exactly once, and never while it may
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -16,8 +17,6 @@ if TYPE_CHECKING:
     from lmcache_rs.vllm_v1.faults import Faults
     from lmcache_rs.vllm_v1.metadata import ReqMeta
 
-SHUTDOWN_WAIT_MS = 10_000
-
 
 class Transfer(Protocol):
     """A copy under way: the native `Transfer`."""
@@ -26,20 +25,23 @@ class Transfer(Protocol):
         """Whether it is over, well or not: nothing is written any more."""
         ...
 
-    def wait(self, timeout_ms: int) -> bool:
-        """Waits for that; whether it is so."""
-        ...
-
     def outcome(self) -> tuple[int, int, int]:
         """Of a load that is over: the end of what is there, tokens and bytes written."""
         ...
 
 
 class FinishedLoad(NamedTuple):
-    """A load that is over."""
+    """A load that is over, and the seconds that it took at most."""
 
     req: ReqMeta
     loaded: Loaded
+    seconds: float = 0.0
+
+
+class _LoadUnderWay(NamedTuple):
+    req: ReqMeta
+    transfer: Transfer
+    began: float
 
 
 class AsyncLoads:
@@ -51,12 +53,12 @@ class AsyncLoads:
 
     def __init__(self, faults: Faults) -> None:
         self._faults = faults
-        self._under_way: list[tuple[ReqMeta, Transfer]] = []
+        self._under_way: list[_LoadUnderWay] = []
         self._finished: list[FinishedLoad] = []
 
     def begin(self, req: ReqMeta, start: Callable[[ReqMeta], Transfer | None]) -> None:
         """Starts a load; one that cannot be started is over, with nothing loaded."""
-        transfer = None
+        transfer, began = None, time.perf_counter()
         try:
             transfer = start(req)
         except Exception as error:
@@ -64,7 +66,7 @@ class AsyncLoads:
         if transfer is None:
             self.fail(req)
         else:
-            self._under_way.append((req, transfer))
+            self._under_way.append(_LoadUnderWay(req, transfer, began))
 
     def fail(self, req: ReqMeta) -> None:
         """A load that was never started is over."""
@@ -72,7 +74,7 @@ class AsyncLoads:
 
     def fail_others(self, reqs: Iterable[ReqMeta]) -> None:
         """Those of these loads that were never started are over."""
-        started = [req for req, _ in (*self._under_way, *self._finished)]
+        started = [each.req for each in (*self._under_way, *self._finished)]
         for req in reqs:
             if not any(req is each for each in started):
                 self.fail(req)
@@ -80,11 +82,13 @@ class AsyncLoads:
     def take_finished(self) -> list[FinishedLoad]:
         """The loads that are over since the last call."""
         still_under_way = []
-        for req, transfer in self._under_way:
-            if self._is_over(transfer):
-                self._finished.append(FinishedLoad(req, self._outcome(req, transfer)))
+        for load in self._under_way:
+            if self._is_over(load.transfer):
+                seconds = time.perf_counter() - load.began
+                loaded = self._outcome(load.req, load.transfer)
+                self._finished.append(FinishedLoad(load.req, loaded, seconds))
             else:
-                still_under_way.append((req, transfer))
+                still_under_way.append(load)
         self._under_way = still_under_way
         finished, self._finished = self._finished, []
         return finished
@@ -108,9 +112,7 @@ class AsyncLoads:
         return len(self._under_way)
 
     def close(self) -> None:
-        """Waits until nothing writes into the engine's blocks any more. Idempotent."""
-        for _, transfer in self._under_way:
-            transfer.wait(SHUTDOWN_WAIT_MS)
+        """Nothing more is said; the engine's own close ends the copies. Idempotent."""
         self._under_way, self._finished = [], []
 
 

@@ -10,6 +10,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from lmcache_rs.vllm_v1.prefetches import PrefetchOrders
+
 NULL_BLOCK = 0
 """vLLM's placeholder in a block table: it holds no KV."""
 
@@ -82,6 +84,7 @@ class LMCacheConnectorMetadata(KVConnectorMetadata):
             worker reports them as failed.
         lookup_id: The worker's store that the scheduler half asks; empty while it knows none.
         failures_seen: The worker's reports of failed loads that the scheduler half has taken in.
+        prefetches: What is to be brought from lower tiers, and what is not needed any more.
     """
 
     engine_start: str
@@ -89,6 +92,7 @@ class LMCacheConnectorMetadata(KVConnectorMetadata):
     unloadable_block_ids: set[int] = field(default_factory=set)
     lookup_id: str = ""
     failures_seen: int = 0
+    prefetches: PrefetchOrders | None = None
 
     def promised_block_ids(self, block_tokens: int) -> set[int]:
         """Every block that is to hold loaded tokens when the step computes."""
@@ -137,12 +141,16 @@ class LMCacheWorkerMetadata(KVConnectorWorkerMetadata):
         lookup_ids: Where each rank's store can be asked, until the scheduler half knows.
         failures: Reports of failed loads so far.
         load_bytes_per_second: How fast bytes get into the engine's blocks; 0 while unknown.
+        has_lower_tiers: Whether there are tiers below host memory.
+        prefetched: Requests whose chunks have been brought from there, as far as they are there.
     """
 
     outcomes: dict[str, RequestOutcome] = field(default_factory=dict)
     lookup_ids: dict[int, str] = field(default_factory=dict)
     failures: int = 0
     load_bytes_per_second: float = 0.0
+    has_lower_tiers: bool = False
+    prefetched: set[str] = field(default_factory=set)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> LMCacheWorkerMetadata:
         """Merges two ranks: what is stored or loaded is what all of them did."""
@@ -159,4 +167,11 @@ class LMCacheWorkerMetadata(KVConnectorWorkerMetadata):
         # The slowest rank is waited for.
         speeds = [self.load_bytes_per_second, other.load_bytes_per_second]
         speed = min((speed for speed in speeds if speed), default=0.0)
-        return LMCacheWorkerMetadata(merged, lookup_ids, max(self.failures, other.failures), speed)
+        return LMCacheWorkerMetadata(
+            merged,
+            lookup_ids,
+            max(self.failures, other.failures),
+            speed,
+            self.has_lower_tiers or other.has_lower_tiers,
+            self.prefetched | other.prefetched,
+        )

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lmcache_rs import _native, lookup
+from lmcache_rs.key import HASH_BYTES
 from lmcache_rs.vllm_v1 import compat
 from lmcache_rs.vllm_v1.identity import (
     Chain,
@@ -31,6 +32,7 @@ from lmcache_rs.vllm_v1.metadata import (
     ReqMeta,
     SaveSpec,
 )
+from lmcache_rs.vllm_v1.prefetches import AskedPrefetches
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -120,6 +122,8 @@ class LMCacheSchedulerHalf:
         self._config = config
         self._load_choice = load_choice or LoadChoice(config.max_sync_load_ms, token_bytes=0)
         # Promises with blocks, until the next step is described.
+        # Where there are tiers below host memory.
+        self._prefetches: AskedPrefetches | None = None
         self._granted: dict[str, RequestTracker] = {}
         self._engine_start = engine_start
         self._chunk_size = config.chunk_size
@@ -168,7 +172,7 @@ class LMCacheSchedulerHalf:
             return 0, False
         if self._client is None:
             return 0, False
-        hit_chunks = self._client.lookup(hashes, request.request_id, tracker.namespace)
+        hit_chunks = self._lookup(self._client, request.request_id, tracker.namespace, hashes)
         if hit_chunks is None:
             return None, False
         hit_tokens = hit_chunks * self._chunk_size
@@ -180,6 +184,22 @@ class LMCacheSchedulerHalf:
         if is_async and self._load_choice.may_load_last_token:
             num_new = hit_tokens - num_computed_tokens
         return num_new, is_async
+
+    def _lookup(
+        self, client: lookup.LookupClient, req_id: str, namespace: str, hashes: bytes
+    ) -> int | None:
+        """Chunks that host memory holds, once what lower tiers have is there, too."""
+        hit_chunks = client.lookup(hashes, req_id, namespace)
+        prefetches = self._prefetches
+        if prefetches is None or hit_chunks is None or hit_chunks * HASH_BYTES == len(hashes):
+            return hit_chunks
+        if prefetches.is_pending(req_id, namespace, hashes):
+            return None
+        if prefetches.settle(req_id):
+            # Asked before the chunks were there; the lease stays, and is renewed.
+            client.end(req_id, release=False)
+            hit_chunks = client.lookup(hashes, req_id, namespace)
+        return hit_chunks
 
     def _promise_nothing(self, req_id: str) -> tuple[int, bool]:
         # The record ends too: when the request is asked about again, more may be stored.
@@ -196,6 +216,8 @@ class LMCacheSchedulerHalf:
         """Blocks were granted: the load goes ahead, or, with 0 tokens, is off."""
         req_id = request.request_id
         tracker = self._track(request)
+        if self._prefetches is not None:
+            self._prefetches.end(req_id)
         if num_external_tokens == 0:
             tracker.load_spec = None
             self._end_lookup(req_id, release=True)
@@ -221,6 +243,8 @@ class LMCacheSchedulerHalf:
         metadata = LMCacheConnectorMetadata(
             self._engine_start, lookup_id=self._lookup_id, failures_seen=self._failures_seen
         )
+        if self._prefetches is not None:
+            metadata.prefetches = self._prefetches.take_orders()
         step = scheduler_output.num_scheduled_tokens
         granted, self._granted = self._granted, {}
         for req_id, tracker in granted.items():
@@ -253,7 +277,7 @@ class LMCacheSchedulerHalf:
             # What is computed on a load that will have failed must be found again.
             tables = {req_id: compat.block_table(scheduler_output, req_id) for req_id in step}
         self._last_tables.append((loads, tables))
-        self._load_choice.begin_step()
+        self._load_choice.begin_step(others_run=bool(step))
         return metadata
 
     def _describe_async_load(self, tracker: RequestTracker, spec: LoadSpec) -> ReqMeta:
@@ -370,6 +394,8 @@ class LMCacheSchedulerHalf:
             self._failures_seen = outcome.failures
             self._load_choice.measured(outcome.load_bytes_per_second)
             self._find_worker(outcome)
+            if self._prefetches is not None:
+                self._prefetches.done(outcome.prefetched)
             for req_id, of_request in outcome.outcomes.items():
                 tracker = self._trackers.get(req_id) or self._finished.get(req_id)
                 if tracker is not None:
@@ -384,6 +410,9 @@ class LMCacheSchedulerHalf:
                 self._client.close()
             self._client = lookup.connect(lookup_id, 0, deadline_ms=self._config.lookup_timeout_ms)
             self._lookup_id = lookup_id
+            self._prefetches = None
+            if outcome.has_lower_tiers:
+                self._prefetches = AskedPrefetches(self._config.lookup_timeout_ms / 1e3)
 
     def bind_evict_blocks(self, evict_blocks: Callable[[set[int]], None]) -> None:
         """Takes in vLLM's own way to forget cached blocks."""
@@ -416,6 +445,8 @@ class LMCacheSchedulerHalf:
     def request_finished(self, request: Request) -> None:
         """Forgets the request, whatever its state; its lease goes back."""
         self._end_lookup(request.request_id, release=True)
+        if self._prefetches is not None:
+            self._prefetches.end(request.request_id)
         tracker = self._trackers.pop(request.request_id, None)
         if tracker is not None:
             self._finished[request.request_id] = tracker

@@ -9,6 +9,7 @@ done before its attention and its save behind it; the last hook of the step ends
 
 from __future__ import annotations
 
+import importlib
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from lmcache_rs import _native, lookup
 from lmcache_rs.cache_engine import LMCacheEngine, Loaded, Stored
-from lmcache_rs.key import HASH_BYTES
+from lmcache_rs.key import HASH_BYTES, keys_of
 from lmcache_rs.layouts import Layout, MemoryFormat
 from lmcache_rs.vllm_v1 import compat, layerwise
 from lmcache_rs.vllm_v1.load_choice import LoadSpeed
@@ -28,11 +29,13 @@ from lmcache_rs.vllm_v1.metadata import (
     RequestOutcome,
     failed_blocks,
 )
+from lmcache_rs.vllm_v1.prefetches import RunningPrefetches
 
 if TYPE_CHECKING:
     import torch
 
     from lmcache_rs.config import LMCacheEngineConfig, LMCacheMetadata
+    from lmcache_rs.storage import StorageManager
     from lmcache_rs.vllm_v1.faults import Faults
 
 
@@ -82,6 +85,9 @@ class LMCacheWorkerHalf:
         self._async_loads = AsyncLoads(faults)
         self._fails_whole_loads = fails_whole_loads
         self._load_speed = LoadSpeed()
+        # Where there are tiers below host memory.
+        self._storage: StorageManager | None = None
+        self._prefetches: RunningPrefetches | None = None
         self._outcomes: dict[str, RequestOutcome] = {}
         self._block_tokens = metadata.block_size or 1
         self._layers: dict[str, int] = {}
@@ -139,7 +145,30 @@ class LMCacheWorkerHalf:
             engine.close()
             raise
         self._engine = engine
+        self._add_tiers(engine)
         self._layers = {name: layer for layer, name in enumerate(layer_names)}
+
+    def _add_tiers(self, engine: LMCacheEngine) -> None:
+        for name, made_by in self._config.storage_backends.items():
+            try:
+                module, _, what = made_by.partition(":")
+                engine.storage_manager.add_backend(
+                    name, getattr(importlib.import_module(module), what)()
+                )
+            except Exception as error:
+                if self._config.strict:
+                    raise
+                self._faults.note("storage_backends", error)
+                compat.logger.error(
+                    "lmcache_rs: THE ENGINE SERVES WITHOUT TIER %s (%s): %s. `strict: true` makes "
+                    "this a stop.",
+                    name,
+                    made_by,
+                    error,
+                )
+        if self._config.storage_backends and engine.storage_manager.has_lower_tiers:
+            self._storage = engine.storage_manager
+            self._prefetches = RunningPrefetches(self._storage, self._faults)
 
     @property
     def is_registered(self) -> bool:
@@ -179,6 +208,8 @@ class LMCacheWorkerHalf:
             self.fail_loads(metadata)
             return
         self._is_known = metadata.lookup_id == self._lookup_id
+        if self._prefetches is not None and metadata.prefetches is not None:
+            self._prefetches.follow(metadata.prefetches)
         self._failed_block_ids |= metadata.unloadable_block_ids
         step = self._step_of(metadata)
         load = self._load if step is None else step.add_load
@@ -246,12 +277,13 @@ class LMCacheWorkerHalf:
 
     def _account_for(self, load: FinishedLoad) -> bool:
         """Whether all that was promised is there."""
-        req, loaded = load
+        req, loaded = load.req, load.loaded
         assert req.load_spec is not None
         if loaded.end < req.load_spec.lmcache_cached_tokens:
             self._record_failed_blocks(req, loaded.end)
             return False
         self._count_loaded(req, loaded)
+        self._load_speed.note(loaded.bytes, load.seconds)
         return True
 
     def _count_loaded(self, req: ReqMeta, loaded: Loaded) -> None:
@@ -397,6 +429,16 @@ class LMCacheWorkerHalf:
         self._counts["stored_chunks"] += stored.chunks
         self._counts["stored_bytes"] += stored.bytes
         self._counts["refused_chunks"] += stored.refused_chunks
+        if self._storage is not None and stored.chunks:
+            self._write_through(self._storage, req)
+
+    def _write_through(self, storage: StorageManager, req: ReqMeta) -> None:
+        """Offers what was stored to the tiers below; they write when they come to it."""
+        assert req.save_spec is not None
+        chunk_size = self._config.chunk_size
+        first, end = req.save_spec.skip_leading_tokens // chunk_size, req.num_tokens // chunk_size
+        hashes = req.hashes[first * HASH_BYTES : end * HASH_BYTES]
+        storage.write_through(keys_of(req.namespace, hashes))
 
     def record_failed(self, block_ids: set[int]) -> None:
         """Blocks that do not hold what was promised: reported, and nothing of the step is saved."""
@@ -421,10 +463,17 @@ class LMCacheWorkerHalf:
         """What was stored and loaded since the last call, by request."""
         outcomes, self._outcomes = self._outcomes, {}
         lookup_ids = {} if self._is_known or self._engine is None else {0: self._lookup_id}
-        if not outcomes and not lookup_ids and not self._failures:
+        prefetched = set() if self._prefetches is None else self._prefetches.take_done()
+        if not outcomes and not lookup_ids and not self._failures and not prefetched:
             return None
-        speed = self._load_speed.bytes_per_second
-        return LMCacheWorkerMetadata(outcomes, lookup_ids, self._failures, speed)
+        return LMCacheWorkerMetadata(
+            outcomes,
+            lookup_ids,
+            self._failures,
+            self._load_speed.bytes_per_second,
+            has_lower_tiers=self._prefetches is not None,
+            prefetched=prefetched,
+        )
 
     def _outcome(self, req_id: str) -> RequestOutcome:
         return self._outcomes.setdefault(req_id, RequestOutcome())
@@ -449,6 +498,8 @@ class LMCacheWorkerHalf:
         if self._copier is not None:
             self._copier.close()
         self._async_loads.close()
+        if self._prefetches is not None:
+            self._prefetches.close()
         if self._server is not None:
             self._server.close()
             self._server = None
