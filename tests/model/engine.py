@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import gc
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 from judge import Judge, Promise, require
@@ -237,8 +238,10 @@ class Engine:
             if step.outcome is None
             for req_id in step.promises
         )
-        loading = len(self.transfers.not_over())
-        self.judge.check_leases(self.worker.memory_stats(), undelivered, loading)
+        if not self.settings.shelf:
+            # Tiers have threads of their own: what those hold is looked at in the end.
+            loading = len(self.transfers.not_over())
+            self.judge.check_leases(self.worker.memory_stats(), undelivered, loading)
         worker, scheduler = self.worker._manager.faults, self.connector._manager.faults
         self.judge.check_faults(worker.counts + scheduler.counts)
 
@@ -255,7 +258,17 @@ class Engine:
         left = half.counters()["tracked_requests"], len(half._finished)
         require(left == (0, 0), "no request is remembered", left)
         require(not self.judge.take_promises(), "no promise is left")
+        if self.settings.shelf:
+            self._wait_for_tiers()
         self.judge.check_end(self.worker.memory_stats(), self.pool)
+
+    def _wait_for_tiers(self) -> None:
+        storage = self._store.storage_manager
+        require(len(storage.event_manager) == 0, "no prefetch is left")
+        fetched: Future[None] = Future()
+        storage._prefetch.submit(fetched, lambda: None, None)
+        fetched.result(60)
+        require(storage.flush(60), "puts end")
 
     def close(self) -> None:
         """Gives everything back, whatever happened before."""

@@ -53,6 +53,8 @@ class Settings:
         layerwise: Whether loads and saves go layer by layer, beside the forward pass.
         waited_for: The share of loads that requests wait for while others compute, 0 to 1. Where
             vLLM does not recover from others that fail, all are.
+        shelf: Whether there is a tier below host memory, of `shelf.Shelf`.
+        lookup_ms: Deadline of a lookup, in milliseconds.
         window: Tokens that attention reaches back, its own included; 0 for all. Blocks behind it
             leave the block table.
     """
@@ -73,6 +75,8 @@ class Settings:
     layerwise: bool = False
     window: int = 0
     waited_for: float = 0.0
+    shelf: bool = False
+    lookup_ms: int = 60_000
 
     @property
     def recovers_from_sync_load(self) -> bool:
@@ -145,6 +149,8 @@ def _transfer(settings: Settings) -> KVTransferConfig:
             "lmcache.log_requests": False,
             # What is copied here says nothing of time: all loads are worth waiting for, or none.
             "lmcache.max_sync_load_ms": 0.0 if settings.waited_for == 1 else 1e6,
+            "lmcache.lookup_timeout_ms": settings.lookup_ms,
+            **({"lmcache.storage_backends": {"shelf": "shelf:Shelf"}} if settings.shelf else {}),
             **({"lmcache.use_layerwise": True} if settings.layerwise else {}),
         },
     )

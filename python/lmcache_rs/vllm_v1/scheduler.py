@@ -224,7 +224,7 @@ class LMCacheSchedulerHalf:
             return
         # First of all, so that no fault below can lose the promise: the engine counts on it.
         promised_end = tracker.local_tokens + num_external_tokens
-        spec = tracker.load_spec or LoadSpec(tracker.local_tokens, promised_end)
+        spec = tracker.load_spec or LoadSpec(tracker.local_tokens, promised_end, is_async=True)
         spec.can_load = True
         spec.computed_from = promised_end
         tracker.load_spec = spec
@@ -248,9 +248,12 @@ class LMCacheSchedulerHalf:
         step = scheduler_output.num_scheduled_tokens
         granted, self._granted = self._granted, {}
         for req_id, tracker in granted.items():
-            # Blocks and no tokens to compute: vLLM has the request wait for its load.
-            if req_id not in step and tracker.load_spec is not None:
-                metadata.requests.append(self._describe_async_load(tracker, tracker.load_spec))
+            spec = tracker.load_spec
+            # vLLM's word: a request that waits for its load has blocks and computes nothing.
+            if spec is not None and spec.is_async and req_id in step:
+                spec.is_async = False
+            elif spec is not None and spec.is_async:
+                metadata.requests.append(self._describe_async_load(tracker, spec))
         for req_id, num_scheduled in step.items():
             tracker = self._trackers.get(req_id)
             if tracker is None or tracker.namespace is None:
@@ -283,7 +286,6 @@ class LMCacheSchedulerHalf:
     def _describe_async_load(self, tracker: RequestTracker, spec: LoadSpec) -> ReqMeta:
         tracker.load_spec = None
         block_ids, tracker.granted_block_ids = tracker.granted_block_ids, []
-        spec.is_async = True
         chunk_size, end = self._chunk_size, spec.lmcache_cached_tokens
         # As if computed: if it fails, vLLM's own count comes out lower.
         tracker.saved_tokens = end // chunk_size * chunk_size
