@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from judge import Judge
 
     from lmcache_rs import _native
-    from lmcache_rs.cache_engine import LMCacheEngine
+    from lmcache_rs.cache_engine import Loaded, LMCacheEngine
 
 MOST_POLLS = 6
 """How often a load is asked for before it is over for sure."""
@@ -33,7 +33,7 @@ class LateTransfer:
         self._transfers = transfers
         self._copy = copy
         self._polls = 0
-        self._outcome: tuple[int, int, int] | None = None
+        self._outcome: Loaded | None = None
         self.held: list[_native.MemoryObj] = []
 
     def is_done(self) -> bool:
@@ -44,7 +44,7 @@ class LateTransfer:
         self.is_said_to_be_over = True
         return True
 
-    def outcome(self) -> tuple[int, int, int]:
+    def outcome(self) -> Loaded:
         if self._outcome is None:
             self._transfers.judge.raised["finish_load"] += 1
             raise RuntimeError("the copy fails")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from lmcache_rs.cache_engine import Loaded
 from lmcache_rs.vllm_v1.connector import LMCacheConnectorV1Dynamic
 from lmcache_rs.vllm_v1.faults import Faults
 from lmcache_rs.vllm_v1.load_choice import ASSUMED_BYTES_PER_SECOND, LoadChoice, LoadSpeed
@@ -89,10 +90,13 @@ def test_speed_is_that_of_the_best_of_the_last_copies() -> None:
 # --- loads under way ------------------------------------------------------------------------------
 
 
+DONE = Loaded(16, 16, 64)
+
+
 class Slow:
     """A copy that is over when it is told to be."""
 
-    def __init__(self, outcome: Any = (16, 16, 64)) -> None:
+    def __init__(self, outcome: Loaded | Exception = DONE) -> None:
         self.is_over = False
         self._outcome = outcome
 

@@ -9,25 +9,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from lmcache_rs.cache_engine import Loaded
+from lmcache_rs.transfers import Transfer
 
 if TYPE_CHECKING:
     from lmcache_rs.vllm_v1.faults import Faults
     from lmcache_rs.vllm_v1.metadata import ReqMeta
-
-
-class Transfer(Protocol):
-    """A copy under way: the native `Transfer`."""
-
-    def is_done(self) -> bool:
-        """Whether it is over, well or not: nothing is written any more."""
-        ...
-
-    def outcome(self) -> tuple[int, int, int]:
-        """Of a load that is over: the end of what is there, tokens and bytes written."""
-        ...
 
 
 class FinishedLoad(NamedTuple):
@@ -40,7 +29,7 @@ class FinishedLoad(NamedTuple):
 
 class _LoadUnderWay(NamedTuple):
     req: ReqMeta
-    transfer: Transfer
+    transfer: Transfer[Loaded]
     began: float
 
 
@@ -56,7 +45,7 @@ class AsyncLoads:
         self._under_way: list[_LoadUnderWay] = []
         self._finished: list[FinishedLoad] = []
 
-    def begin(self, req: ReqMeta, start: Callable[[ReqMeta], Transfer | None]) -> None:
+    def begin(self, req: ReqMeta, start: Callable[[ReqMeta], Transfer[Loaded] | None]) -> None:
         """Starts a load; one that cannot be started is over, with nothing loaded."""
         transfer, began = None, time.perf_counter()
         try:
@@ -93,7 +82,7 @@ class AsyncLoads:
         finished, self._finished = self._finished, []
         return finished
 
-    def _is_over(self, transfer: Transfer) -> bool:
+    def _is_over(self, transfer: Transfer[Loaded]) -> bool:
         try:
             return transfer.is_done()
         except Exception as error:
@@ -101,9 +90,9 @@ class AsyncLoads:
             self._faults.note("finish_load", error)
             return False
 
-    def _outcome(self, req: ReqMeta, transfer: Transfer) -> Loaded:
+    def _outcome(self, req: ReqMeta, transfer: Transfer[Loaded]) -> Loaded:
         try:
-            return Loaded(*transfer.outcome())
+            return transfer.outcome()
         except Exception as error:
             self._faults.note("finish_load", error)
             return _nothing_of(req)

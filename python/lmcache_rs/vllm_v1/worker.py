@@ -19,9 +19,10 @@ from lmcache_rs import _native, lookup
 from lmcache_rs.cache_engine import LMCacheEngine, Loaded, Stored
 from lmcache_rs.key import HASH_BYTES, keys_of
 from lmcache_rs.layouts import Layout, MemoryFormat
+from lmcache_rs.transfers import Transfer
 from lmcache_rs.vllm_v1 import compat, layerwise
 from lmcache_rs.vllm_v1.load_choice import LoadSpeed
-from lmcache_rs.vllm_v1.loads import AsyncLoads, FinishedLoad, Transfer
+from lmcache_rs.vllm_v1.loads import AsyncLoads, FinishedLoad
 from lmcache_rs.vllm_v1.metadata import (
     LMCacheConnectorMetadata,
     LMCacheWorkerMetadata,
@@ -248,7 +249,7 @@ class LMCacheWorkerHalf:
         self._load_speed.note(loaded.bytes, time.perf_counter() - began)
         return loaded
 
-    def _begin_load(self, req: ReqMeta) -> Transfer | None:
+    def _begin_load(self, req: ReqMeta) -> Transfer[Loaded] | None:
         """Starts a load that its request waits for; None if there is nothing to load from."""
         assert req.load_spec is not None
         skip, end = req.load_spec.vllm_cached_tokens, req.load_spec.lmcache_cached_tokens
