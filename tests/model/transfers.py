@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from judge import Judge
 
     from lmcache_rs import _native
-    from lmcache_rs.cache_engine import Loaded, LMCacheEngine
+    from lmcache_rs.cache_engine import LMCacheEngine, Loaded
 
 MOST_POLLS = 6
 """How often a load is asked for before it is over for sure."""
