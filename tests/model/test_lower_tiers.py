@@ -54,6 +54,7 @@ def stored(engine: Engine, num_tokens: int) -> None:
     """The shelf has the chunks, and nobody else."""
     engine.add(request("first", num_tokens), "")
     run(engine)
+    assert engine._store.storage_manager.flush(60)
     engine.pool.clear()
     engine.reset(preempt=False)
     engine.judge.seen.clear()

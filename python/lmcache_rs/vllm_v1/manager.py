@@ -8,7 +8,7 @@ from lmcache_rs.config import LMCacheEngineConfig, disabled_by_environment
 from lmcache_rs.layouts import LayoutError
 from lmcache_rs.vllm_v1 import compat, model_identity
 from lmcache_rs.vllm_v1.faults import Faults
-from lmcache_rs.vllm_v1.identity import chain_notice, identities_of
+from lmcache_rs.vllm_v1.identity import chain_notice, identities_of, stays_in_memory
 from lmcache_rs.vllm_v1.load_choice import LoadChoice
 from lmcache_rs.vllm_v1.metadata import LMCacheConnectorMetadata
 from lmcache_rs.vllm_v1.scheduler import LMCacheSchedulerHalf
@@ -60,6 +60,9 @@ class LMCacheManager:
         chunk_size = config.chunk_size_for(compat.block_size_of(kv_cache_config))
         if chunk_size != config.chunk_size:
             config = config.with_values("rounded up to the engine's block", chunk_size=chunk_size)
+        if config.storage_backends and stays_in_memory(config, vllm_config):
+            reason = "left out: this chain's keys are used in host memory alone"
+            config = config.with_values(reason, storage_backends={})
         self.config = config
         engine_start = compat.engine_start_of(vllm_config)
         self._metadata = model_identity.stated(
@@ -154,10 +157,11 @@ class LMCacheManager:
         )
         self._say(
             "capacity %.2f GB = %d tokens of this model on rank 0, the same in total; "
-            "tiers: local_cpu %s",
+            "tiers: local_cpu %s%s",
             capacity_bytes / 2**30,
             capacity_tokens,
             "healthy" if capacity_bytes else "off",
+            "".join(f", {name}" for name in self.worker.lower_tiers()),
         )
         self._say("model fingerprint %s", self._metadata.model_fingerprint)
         self._say("%s", chain_notice(self.config, self._vllm_config))

@@ -190,6 +190,10 @@ class LMCacheWorkerHalf:
         capacity_bytes = self._engine.local_cpu.capacity_bytes
         return capacity_bytes, capacity_bytes // self._chunk_bytes * self._config.chunk_size
 
+    def lower_tiers(self) -> list[str]:
+        """Names of the tiers below host memory, in the order they are asked."""
+        return [] if self._storage is None else list(self._storage.backends)[1:]
+
     @property
     def _chunk_bytes(self) -> int:
         registered = self._engine and self._engine.registered
