@@ -149,6 +149,7 @@ class Engine:
 
     def abort(self, req_id: str) -> None:
         """A user goes away."""
+        self.judge.seen["aborts during a load"] += req_id in self.judge.waited_for
         self.scheduler.finish_requests(req_id, RequestStatus.FINISHED_ABORTED)
 
     def reset(self, *, preempt: bool) -> None:

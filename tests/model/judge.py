@@ -190,6 +190,7 @@ class Judge:
             missing = {slot // BLOCK for written in written_to for slot in slots - written}
             if not written_to:
                 missing = {slot // BLOCK for slot in slots}
+            self.seen["failed loads that were waited for"] += promise.is_async and bool(missing)
             if req_id in outcome.failed:
                 require(bool(missing), "what was delivered is not said to have failed", req_id)
                 continue
