@@ -121,6 +121,10 @@ class Worker:
             )
         self.ready = self._read()
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def ask(self, **what: Any) -> Any:
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(what) + "\n")

@@ -21,7 +21,18 @@ from pathlib import Path
 from typing import Any
 
 from bench import ROOT, Bench, Stop
-from lines import across, copies, engine, hashing, identity, index, layerwise, package, vllm
+from lines import (
+    across,
+    copies,
+    engine,
+    hashing,
+    identity,
+    index,
+    layerwise,
+    package,
+    vllm,
+    waiting,
+)
 from measure import Result
 
 DOCUMENT = ROOT / "docs" / "performance.md"
@@ -37,6 +48,7 @@ LINES: dict[str, Callable[[Bench], list[Result]]] = {
     "blocks": copies.blocks,
     "runs": copies.runs,
     "across": across.run,
+    "waiting": waiting.run,
     "identity": identity.run,
     "package": package.run,
     "vllm": vllm.run,

@@ -31,7 +31,18 @@ def main() -> None:
     server = _native.LookupServer(path, cpu)
     for _ in range(int(num_burners)):
         threading.Thread(target=burn, daemon=True).start()
-    answers.serve({"stats": server.stats})
+
+    def put(namespace: str, hashes: str) -> int:
+        """Stores chunks of these hashes, given in hexadecimal; how many fit."""
+        packed = bytes.fromhex(hashes)
+        for at in range(0, len(packed), 32):
+            objects = cpu.allocate([64])
+            if not objects:
+                return at // 32
+            cpu.put(namespace, packed[at : at + 32], objects[0])
+        return len(packed) // 32
+
+    answers.serve({"stats": server.stats, "put": put})
 
 
 if __name__ == "__main__":

@@ -17,6 +17,8 @@ __all__ = [
     "MemoryObj",
     "PagedCache",
     "RopeShift",
+    "Transfer",
+    "TransferQueue",
     "build_info",
     "chunk_aligned",
     "decode_lookup_answer",
@@ -303,3 +305,41 @@ class RopeShift:
         head_size: int,
         offset: int,
     ) -> RopeShift: ...
+
+@final
+class Transfer:
+    def is_done(self) -> bool: ...
+    def outcome(self) -> list[int]: ...
+    def wait(self, timeout_ms: int | None = None) -> bool: ...
+
+@final
+class TransferQueue:
+    def __new__(cls, bytes_per_second: int | None = None) -> TransferQueue: ...
+    def begin_load(
+        self,
+        local_cpu: LocalCpu,
+        paged: PagedCache,
+        lookup_id: str,
+        namespace: str,
+        hashes: bytes,
+        *,
+        chunk_size: int,
+        num_tokens: int,
+        blocks: Sequence[int] | None = None,
+        slots: Buffer | Sequence[int] | None = None,
+        skip: int = 0,
+    ) -> Transfer: ...
+    def begin_store(
+        self,
+        local_cpu: LocalCpu,
+        paged: PagedCache,
+        namespace: str,
+        hashes: bytes,
+        *,
+        chunk_size: int,
+        num_tokens: int,
+        blocks: Sequence[int] | None = None,
+        slots: Buffer | Sequence[int] | None = None,
+        first: int = 0,
+    ) -> Transfer: ...
+    def close(self) -> None: ...

@@ -57,12 +57,14 @@ class LMCacheEngineConfig:
     save_decode_cache: bool
     enable_async_loading: bool
     min_retrieve_tokens: int
+    max_sync_load_ms: float
     lookup_timeout_ms: int
     lease_timeout_ms: int
     copy_threads: int
     strict: bool
     lmcache_instance_id: str | None
     log_requests: bool
+    storage_backends: Mapping[str, str] = dataclasses.field(hash=False)
     # Entries may hold credentials.
     extra_config: Mapping[str, Any] = dataclasses.field(hash=False, repr=False)
     sources: Mapping[str, str] = dataclasses.field(compare=False, repr=False)

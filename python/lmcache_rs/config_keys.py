@@ -103,6 +103,14 @@ def _async_loading(value: bool) -> tuple[bool, str | None]:
     return True, "loads from tiers below host memory are always asynchronous; read as true"
 
 
+def _storage_backends(value: Mapping[str, Any]) -> tuple[Mapping[str, Any], str | None]:
+    for name, made_by in value.items():
+        parts = made_by.split(":") if isinstance(made_by, str) else []
+        if len(parts) != 2 or not all(parts):
+            raise ValueError(f"needs module:name for tier {name!r}, found {made_by!r}")
+    return value, None
+
+
 def _instance_id(value: str) -> tuple[str, str | None]:
     if not value.strip():
         raise ValueError("needs a name that is not blank; leave it out to take the engine's id")
@@ -210,6 +218,17 @@ HONOURED: Mapping[str, Key] = {
             maximum=2**31 - 1,
         ),
         Key(
+            "max_sync_load_ms",
+            "float",
+            10.0,
+            "ms",
+            "How long loads may hold up an engine step that others compute in, by their measured "
+            "speed. Loads beyond it run beside the steps, and cost their request at least one step "
+            "more; 0: all do.",
+            minimum=0,
+            maximum=_MAX_MS,
+        ),
+        Key(
             "lookup_timeout_ms",
             "int",
             3000,
@@ -255,6 +274,15 @@ HONOURED: Mapping[str, Key] = {
             check=_instance_id,
         ),
         Key("log_requests", "bool", True, "", "One INFO line for each request, rate-limited."),
+        Key(
+            "storage_backends",
+            "mapping",
+            {},
+            "",
+            "Tiers below host memory, by name and in the order they are asked: what makes each, as "
+            "`module:name`; [storage-backends.md](storage-backends.md) shows how to write one.",
+            check=_storage_backends,
+        ),
         Key(
             "extra_config",
             "mapping",

@@ -277,6 +277,19 @@ def _layer_key(space: _Space, chunk_hash: bytes, layer_id: int) -> LayerCacheEng
     return key
 
 
+def keys_of(namespace: str, hashes: bytes) -> list[CacheEngineKey]:
+    """The keys of packed 32-byte chunk hashes in a namespace, given by its text.
+
+    Raises:
+        ValueError: The text is no namespace, or the hashes are not whole.
+    """
+    if len(hashes) % HASH_BYTES:
+        raise ValueError(f"hashes has {len(hashes)} bytes, no multiple of {HASH_BYTES}")
+    space = CacheEngineKey.from_string(f"{namespace}@hash={'00' * HASH_BYTES}")._space
+    spans = ((0, 0, hashes[at : at + HASH_BYTES]) for at in range(0, len(hashes), HASH_BYTES))
+    return [key for _, _, key in _chunk_keys(space, spans)]
+
+
 class Namespaces:
     """The namespaces of one engine: its own facts once, each request's tags on top."""
 

@@ -10,11 +10,13 @@ from __future__ import annotations
 import collections
 import gc
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 from judge import Judge, Promise, require
 from runner import Outcome, Runner
 from settings import Settings, kv_cache_config, vllm_config
+from transfers import Transfers
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.utils.hashing import sha256
@@ -28,6 +30,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from world import BLOCK, VOCAB, PagedMemory
 
 from lmcache_rs import _native
+from lmcache_rs.cache_engine import LMCacheEngine
 from lmcache_rs.vllm_v1.connector import LMCacheConnectorV1Dynamic
 from lmcache_rs.vllm_v1.metadata import LMCacheConnectorMetadata
 
@@ -93,7 +96,14 @@ class Engine:
         connector = self.scheduler.connector
         assert isinstance(connector, LMCacheConnectorV1Dynamic)
         self.connector = connector
-        self.judge = Judge(connector, self.memory, settings.kv_role != "kv_producer")
+        self.judge = Judge(
+            connector,
+            self.memory,
+            settings.kv_role != "kv_producer",
+            settings.recovers_from_sync_load,
+            self._block_table,
+        )
+        self.transfers = Transfers(self._store, self.memory, self.judge)
         self._let_decline(declines)
         self._before_loads = before_loads
         self._after_pass = after_pass
@@ -112,13 +122,23 @@ class Engine:
         self.connector.get_num_new_matched_tokens = taken_up  # type: ignore[method-assign]
 
     @property
-    def pool(self) -> _native.LocalCpu:
-        """The connector's memory."""
+    def _store(self) -> LMCacheEngine:
         assert self.worker._manager.worker is not None, "the connector serves"
         engine = self.worker._manager.worker._engine
         assert engine is not None
-        assert engine.local_cpu is not None
-        return engine.local_cpu
+        return engine
+
+    @property
+    def pool(self) -> _native.LocalCpu:
+        """The connector's memory."""
+        local_cpu = self._store.local_cpu
+        assert local_cpu is not None
+        return local_cpu
+
+    def _block_table(self, req_id: str) -> list[int] | None:
+        if req_id not in self.scheduler.requests:
+            return None
+        return list(self.scheduler.kv_cache_manager.get_block_ids(req_id)[0])
 
     # --- what users do --------------------------------------------------------------------------
 
@@ -129,6 +149,7 @@ class Engine:
 
     def abort(self, req_id: str) -> None:
         """A user goes away."""
+        self.judge.seen["aborts during a load"] += req_id in self.judge.waited_for
         self.scheduler.finish_requests(req_id, RequestStatus.FINISHED_ABORTED)
 
     def reset(self, *, preempt: bool) -> None:
@@ -138,7 +159,9 @@ class Engine:
         streamed prompt waits for its next piece.
         """
         streamed = any(request.resumable for request in self.scheduler.requests.values())
-        preempt = preempt and not self._in_flight and not streamed
+        # Nor while a request holds blocks that wait for a load or, loaded, for their turn.
+        loading = self.judge.waited_for or self.scheduler.kv_holding_waiting
+        preempt = preempt and not self._in_flight and not streamed and not loading
         self.scheduler.reset_prefix_cache(reset_running_requests=preempt)
 
     # --- the loop -------------------------------------------------------------------------------
@@ -184,12 +207,12 @@ class Engine:
     def _execute(self, step: Step) -> None:
         if step.promises:
             self._before_loads(step)
-        step.outcome = outcome = self.runner.execute(step.scheduled)
         metadata = step.scheduled.kv_connector_metadata
         assert isinstance(metadata, LMCacheConnectorMetadata)
-        self.judge.check_loads(step.promises, outcome)
-        failed = outcome.failed_blocks
-        self.judge.check_index(metadata, step.promises, failed, self.pool)
+        self.judge.begin_loads(metadata, step.promises)
+        step.outcome = outcome = self.runner.execute(step.scheduled)
+        loading = self.transfers.not_over()
+        self.judge.check_loads(step.promises, outcome, loading, self.pool)
         self.judge.check_reads(outcome.passes, step.reported_blocks())
         self.judge.check_saves(metadata, self.runner.sequences, self.pool)
 
@@ -209,13 +232,17 @@ class Engine:
             self.scheduler.update_draft_token_ids(DraftTokenIds(req_ids, guesses))
 
     def _check_books(self) -> None:
+        requests = self.scheduler.requests
         undelivered = sum(
-            req_id in self.scheduler.requests
+            req_id in requests and not requests[req_id].is_finished()
             for step in self._in_flight
             if step.outcome is None
             for req_id in step.promises
         )
-        self.judge.check_leases(self.worker.memory_stats(), undelivered)
+        if not self.settings.shelf:
+            # Tiers have threads of their own: what those hold is looked at in the end.
+            loading = len(self.transfers.not_over())
+            self.judge.check_leases(self.worker.memory_stats(), undelivered, loading)
         worker, scheduler = self.worker._manager.faults, self.connector._manager.faults
         self.judge.check_faults(worker.counts + scheduler.counts)
 
@@ -232,7 +259,17 @@ class Engine:
         left = half.counters()["tracked_requests"], len(half._finished)
         require(left == (0, 0), "no request is remembered", left)
         require(not self.judge.take_promises(), "no promise is left")
+        if self.settings.shelf:
+            self._wait_for_tiers()
         self.judge.check_end(self.worker.memory_stats(), self.pool)
+
+    def _wait_for_tiers(self) -> None:
+        storage = self._store.storage_manager
+        require(len(storage.event_manager) == 0, "no prefetch is left")
+        fetched: Future[None] = Future()
+        storage._prefetch.submit(fetched, lambda: None, None)
+        fetched.result(60)
+        require(storage.flush(60), "puts end")
 
     def close(self) -> None:
         """Gives everything back, whatever happened before."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from runner import Outcome, Pass, Sequence
@@ -19,7 +19,7 @@ from vllm.v1.request import Request
 from world import BLOCK, CHUNK, GARBAGE_TOKEN, PagedMemory, stored_form
 
 from lmcache_rs import _native
-from lmcache_rs.vllm_v1.metadata import LMCacheConnectorMetadata
+from lmcache_rs.vllm_v1.metadata import LMCacheConnectorMetadata, ReqMeta
 
 HASH_BYTES = 32
 
@@ -36,17 +36,26 @@ def require(holds: bool, rule: str, *found: object) -> None:
 
 @dataclass
 class Promise:
-    """Tokens from `start` to `end` of a request that vLLM counts on after the step's loads."""
+    """Tokens from `start` to `end` of a request that vLLM counts on.
+
+    In the step that begins the load; or, where the request waits for it, once that is said to be
+    over.
+    """
 
     start: int
     end: int
     # The full hit: the last token is computed, and written into a block that was loaded whole.
     last_is_computed: bool
     table: list[int]
+    is_async: bool = False
+    # Of one that is waited for: what the worker half was told, and what was written since.
+    req: ReqMeta | None = None
+    written: list[set[int]] = field(default_factory=list)
 
     def slots(self, memory: PagedMemory) -> set[int]:
-        """Where they lie."""
-        return set(memory.slots(self.table, self.start, self.end).tolist())
+        """Where they lie; what lies behind a window has no block."""
+        slots = memory.slots(self.table, self.start, self.end)
+        return set(slots[slots >= BLOCK].tolist())
 
     def may_be_written(self, memory: PagedMemory) -> set[int]:
         """Where a load may write."""
@@ -60,14 +69,27 @@ class Judge:
         connector: The connector in its SCHEDULER role; the judge listens at its hooks from now on.
         memory: The engine's KV memory.
         loads: Whether this engine's role lets it load.
+        recovers: Whether vLLM recovers from a load that fails in the step that computes on it.
+        block_table: The blocks that vLLM holds for a request; None if it knows no such request.
     """
 
-    def __init__(self, connector: KVConnectorBase_V1, memory: PagedMemory, loads: bool) -> None:
+    def __init__(
+        self,
+        connector: KVConnectorBase_V1,
+        memory: PagedMemory,
+        loads: bool,
+        recovers: bool,
+        block_table: Callable[[str], list[int] | None],
+    ) -> None:
         self._memory = memory
         self._loads = loads
+        self._recovers = recovers
+        self._block_table = block_table
         # Answers above zero that were neither taken up nor called off: each holds a lease.
-        self._open_answers: dict[str, tuple[int, int]] = {}
+        self._open_answers: dict[str, tuple[int, int, bool]] = {}
         self._promised: dict[str, Promise] = {}
+        # Loads that the worker half was told of and that are not said to be over.
+        self.waited_for: dict[str, Promise] = {}
         self._known_chunks: dict[tuple[str, bytes], bytes] = {}
         # Chunks that a schedule has put in place of the connector's.
         self.foreign: dict[tuple[str, bytes], int] = {}
@@ -99,16 +121,19 @@ class Judge:
             return
         self._open_answers.pop(request.request_id, None)
         require(num_new >= 0, "an answer is never negative", num_new)
-        require(not is_async, "loads are synchronous")
         end = local + num_new
         require(
-            num_new == 0 or end <= request.num_tokens - 1,
+            num_new == 0 or end <= request.num_tokens - (not is_async),
             "a synchronous promise leaves a token to compute",
             f"local {local} + {num_new} of {request.num_tokens}",
         )
         require(not num_new or self._loads, "a producer loads nothing")
+        require(
+            not num_new or is_async or self._recovers,
+            "what may fail for good is not waited for by the step",
+        )
         if num_new and not request.skip_reading_prefix_cache:
-            self._open_answers[request.request_id] = (local, end)
+            self._open_answers[request.request_id] = (local, end, is_async)
 
     def _allocated(
         self, _: None, request: Request, blocks: KVCacheBlocks, num_external: int
@@ -117,13 +142,15 @@ class Judge:
         if not num_external:
             return
         assert answer is not None, "the engine counts on tokens that were promised"
-        start, end = answer
+        start, end, is_async = answer
         assert num_external == end - start
+        full = end >= request.num_tokens - 1
         self.seen["promises"] += 1
-        self.seen["full hits"] += end == request.num_tokens - 1
+        self.seen["promises that are waited for"] += is_async
+        self.seen["full hits"] += full
         table = list(blocks.get_block_ids()[0])
-        full = end == request.num_tokens - 1
-        self._promised[request.request_id] = Promise(start, end, full, table)
+        last_is_computed = end == request.num_tokens - 1 and end % BLOCK > 0
+        self._promised[request.request_id] = Promise(start, end, last_is_computed, table, is_async)
 
     def _finished(self, _: object, request: Request, __: object) -> None:
         self._open_answers.pop(request.request_id, None)
@@ -135,52 +162,92 @@ class Judge:
 
     # --- after a step was executed --------------------------------------------------------------
 
-    def check_loads(self, promises: dict[str, Promise], outcome: Outcome) -> None:
-        """Loads wrote what was promised, or it is reported; and nothing else."""
+    def check_loads(
+        self,
+        promises: dict[str, Promise],
+        outcome: Outcome,
+        loading: set[str],
+        pool: _native.LocalCpu,
+    ) -> None:
+        """Loads wrote what was promised, or it is reported; and nothing else.
+
+        `loading` are the requests whose loads are not over, as the worker half has heard.
+        """
         memory, failed = self._memory, outcome.failed_blocks
+        in_step = {req_id: each for req_id, each in promises.items() if not each.is_async}
+        over = self._take_finished(outcome, loading)
         allowed: set[int] = set()
-        for promise in promises.values():
+        for promise in in_step.values():
             allowed |= promise.may_be_written(memory)
         for layer, written in enumerate(outcome.written):
             stray = written - allowed
             require(not stray, "a load writes promised slots only", f"layer {layer}", stray)
         promised_blocks: set[int] = set()
-        for req_id, promise in promises.items():
-            # What lies behind the window has no block.
-            slots = {slot for slot in promise.slots(memory) if slot >= BLOCK}
+        for req_id, promise in {**in_step, **over}.items():
+            slots = promise.slots(memory)
             promised_blocks |= {slot // BLOCK for slot in slots}
-            for layer, written in enumerate(outcome.written):
-                missing = {slot // BLOCK for slot in slots - written}
-                require(
-                    missing <= failed,
-                    "what was promised is delivered or reported",
-                    f"request {req_id} layer {layer} blocks {missing - failed}",
-                )
-            delivered = set.intersection(set(slots), *outcome.written)
-            whole = {slot // BLOCK for slot in slots} - {
-                slot // BLOCK for slot in slots - delivered
-            }
+            written_to = promise.written if promise.is_async else outcome.written
+            missing = {slot // BLOCK for written in written_to for slot in slots - written}
+            if not written_to:
+                missing = {slot // BLOCK for slot in slots}
+            self.seen["failed loads that were waited for"] += promise.is_async and bool(missing)
+            if req_id in outcome.failed:
+                require(bool(missing), "what was delivered is not said to have failed", req_id)
+                continue
+            require(
+                missing <= failed,
+                "what was promised is delivered or reported",
+                f"request {req_id} blocks {missing - failed}",
+            )
+            whole = {slot // BLOCK for slot in slots} - missing
             require(not whole & failed, "blocks that were delivered are not reported", whole)
         require(failed <= promised_blocks, "only promised blocks are reported", failed)
-        self.seen["failed loads"] += bool(failed)
+        self.seen["failed loads"] += bool(failed | outcome.failed)
+        for promise in {**in_step, **over}.values():
+            self._check_index(promise, failed, pool)
 
-    def check_index(
-        self,
-        metadata: LMCacheConnectorMetadata,
-        promises: dict[str, Promise],
-        failed_blocks: set[int],
-        pool: _native.LocalCpu,
-    ) -> None:
-        """A chunk that failed has left the index, or it would be promised again and again."""
+    def begin_loads(self, metadata: LMCacheConnectorMetadata, promises: dict[str, Promise]) -> None:
+        """The worker half hears of these promises now."""
         for req in metadata.requests:
             promise = promises.get(req.req_id)
-            if req.load_spec is None or promise is None:
-                continue
+            if req.load_spec is not None and promise is not None:
+                promise.req = req
+        self.waited_for |= {req_id: each for req_id, each in promises.items() if each.is_async}
+
+    def check_late_writes(self, req_id: str, written: list[set[int]]) -> None:
+        """A load that its request waits for has written, between two hooks or in one."""
+        promise = self.waited_for.get(req_id)
+        require(promise is not None, "a load that is said to be over writes nothing", req_id)
+        assert promise is not None
+        blocks = self._block_table(req_id)
+        require(blocks == promise.table, "a load writes into its own request's blocks", req_id)
+        for layer, slots in enumerate(written):
+            stray = slots - promise.may_be_written(self._memory)
+            require(not stray, "a load writes promised slots only", f"layer {layer}", stray)
+        promise.written = written
+
+    def _take_finished(self, outcome: Outcome, loading: set[str]) -> dict[str, Promise]:
+        """The loads that are said to be over."""
+        over: dict[str, Promise] = {}
+        for req_id in outcome.finished:
+            require(req_id in self.waited_for, "a load is said to be over once", req_id)
+            over[req_id] = self.waited_for.pop(req_id)
+        require(outcome.failed <= outcome.finished, "a load that failed is over", outcome.failed)
+        forgotten = self.waited_for.keys() - loading
+        require(not forgotten, "a load that is over is said to be", forgotten)
+        return over
+
+    def _check_index(
+        self, promise: Promise, failed_blocks: set[int], pool: _native.LocalCpu
+    ) -> None:
+        """A chunk that failed has left the index, or it would be promised again and again."""
+        req = promise.req
+        if req is not None:
             blocks = promise.table[promise.start // BLOCK : -(-promise.end // BLOCK)]
             at = next((at for at, block in enumerate(blocks) if block in failed_blocks), None)
             # Behind a window it may have been any chunk before that block.
             if at is None or blocks[0] < 1:
-                continue
+                return
             chunk = (promise.start + at * BLOCK) // CHUNK
             failed_hash = req.hashes[chunk * HASH_BYTES : (chunk + 1) * HASH_BYTES]
             gone = not pool.get(req.namespace, failed_hash)
@@ -255,7 +322,7 @@ class Judge:
         """No exception of ours was swallowed on the way, but those that a schedule has raised."""
         require(faults == self.raised, "no hook fails", dict(faults), dict(self.raised))
 
-    def check_leases(self, books: dict[str, int], num_undelivered: int) -> None:
+    def check_leases(self, books: dict[str, int], num_undelivered: int, num_loading: int) -> None:
         """Leases are held for open answers and for promises on their way, and for nothing else."""
         expected = len(self._open_answers) + num_undelivered
         require(
@@ -263,13 +330,15 @@ class Judge:
             "leases are live lookups",
             f"{books['leases']} leases for {expected} open answers",
         )
-        require(expected > 0 or books["leased_bytes"] == 0, "leased bytes are those", books)
+        held = expected + num_loading
+        require(held > 0 or books["leased_bytes"] == 0, "leased bytes are those", books)
         require(books["reserved_bytes"] == 0, "no step leaves memory reserved", books)
 
     # --- at the end -----------------------------------------------------------------------------
 
     def check_end(self, books: dict[str, int], pool: _native.LocalCpu) -> None:
         """Everything was given back, and what is stored is right."""
+        require(not self.waited_for, "every load is said to be over", list(self.waited_for))
         held = {name: books[name] for name in ("leases", "leased_bytes", "reserved_bytes")}
         require(not any(held.values()), "an idle engine holds nothing", held)
         whole = books["free_bytes"] + books["cached_bytes"]

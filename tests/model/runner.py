@@ -51,12 +51,16 @@ class Outcome:
         output: What vLLM's scheduler hears.
         passes: What was computed.
         failed_blocks: The blocks that the connector said not to hold what was promised.
+        finished: Requests whose loads are said to be over.
+        failed: Those of them that are said to have nothing of theirs.
         written: For each layer, the slots that loads wrote.
     """
 
     output: ModelRunnerOutput
     passes: list[Pass]
     failed_blocks: set[int]
+    finished: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
     written: list[set[int]] = field(default_factory=list)
 
 
@@ -100,7 +104,7 @@ class Runner:
         if not loads_first:
             self.memory.watch_writes()
             worker.start_load_kv(None)
-            written = [self._written(layer) for layer in range(len(LAYER_NAMES))]
+            written = [self.memory.written_slots(layer) for layer in range(len(LAYER_NAMES))]
         worker.wait_for_save()
         results = worker.get_transfer_results(scheduled.finished_req_ids)
         connector_output = KVConnectorOutput(
@@ -115,7 +119,14 @@ class Runner:
         worker.clear_connector_metadata()
         output = self._sampled(passes)
         output.kv_connector_output = connector_output
-        return Outcome(output, passes, set(connector_output.invalid_block_ids), written)
+        return Outcome(
+            output,
+            passes,
+            set(connector_output.invalid_block_ids),
+            set(results.finished_recving),
+            set(results.failed_recving),
+            written,
+        )
 
     def _take_in(self, scheduled: SchedulerOutput) -> list[Pass]:
         """Updates what is known of the requests; what each of them computes."""
@@ -162,7 +173,7 @@ class Runner:
         slots = [memory.slots(run.table, 0, run.end) for run in passes]
         for layer, name in enumerate(LAYER_NAMES):
             self.worker.wait_for_layer_load(name)
-            written.append(self._written(layer) if has_loads else set())
+            written.append(self.memory.written_slots(layer) if has_loads else set())
             cells = memory.cells[layer]
             # As on a device: all requests write their new KV, then all of them attend.
             for run, own, where in zip(passes, kv, slots, strict=True):
@@ -176,9 +187,6 @@ class Runner:
                         run.first_wrong = first + int(np.argmax(wrong))
             self.worker.save_kv_layer(name, memory.tensors[name], None)
         return written
-
-    def _written(self, layer: int) -> set[int]:
-        return set(np.flatnonzero(self.memory.written(layer)).tolist())
 
     def _sampled(self, passes: list[Pass]) -> ModelRunnerOutput:
         """The next tokens of each request whose tokens are all computed: agreed drafts and one."""

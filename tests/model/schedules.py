@@ -99,11 +99,7 @@ class Schedule:
         self._resets = draw.choice((0.0, 0.05, 0.2))
         self._losses = draw.choice((0.0, 0.0, 0.05))
         self._failures = draw.choice((0.0, 0.0, 0.3, 0.8))
-        if self.settings.window or (self.settings.recompute and self.settings.is_async):
-            # vLLM 0.32 has no way to hear of it. With a step under way, what that computes on the
-            # failed blocks is delivered. Behind a window, what was computed on them is another
-            # request's hit that does not name them, and what they need is no longer there.
-            self._failures = 0.0
+        self._slowness = draw.choice((0.0, 0.5, 0.9))
         self._aborts_after_failure = draw.choice((0.0, 0.5))
         # vLLM 0.32 itself goes wrong where a streamed prompt's answer ends among agreed drafts.
         self._streams = draw.choice((0.0, 0.0, 0.2)) * (not self.settings.num_drafts)
@@ -124,6 +120,8 @@ class Schedule:
         engine = Engine(self.settings, self._fail_loads, self._abort_some, self._declines)
         self._engine = engine
         self._delay_lookups()
+        self._choose_loads()
+        engine.transfers.draw_from(self._draw, self._slowness, self._failures / 4)
         try:
             for _ in range(self.num_steps):
                 self._between_steps()
@@ -226,6 +224,7 @@ class Schedule:
         share = self._aborts_after_failure if self._has_failed else self._aborts
         self._has_failed = False
         self._mend_worker()
+        engine.transfers.go_on()
         for req_id in list(engine.scheduler.requests):
             if draw.random() < share:
                 engine.abort(req_id)
@@ -238,6 +237,16 @@ class Schedule:
         assert half is not None
         if self.settings.lookup_delay and half._client is not None:
             half._client = LateAnswers(half._client, self._draw, self.settings.lookup_delay)
+
+    def _choose_loads(self) -> None:
+        half, share = self._engine.connector._manager.scheduler, self.settings.waited_for
+        assert half is not None
+
+        def is_async(num_tokens: int) -> bool:
+            return self._draw.random() < share
+
+        if 0 < share < 1 and self.settings.recovers_from_sync_load:
+            half._load_choice.is_async = is_async  # type: ignore[method-assign]
 
     # --- what fails -----------------------------------------------------------------------------
 
@@ -279,6 +288,8 @@ class Schedule:
             self._mend_worker()
             raise RuntimeError("the load fails")
 
+        self._engine.transfers.instead = raises if fault == "raises" else None
+
         if fault == "unhealthy":
             store.is_healthy = lambda: False
         elif self.settings.layerwise:
@@ -290,5 +301,6 @@ class Schedule:
     def _mend_worker(self) -> None:
         half = self._engine.worker._manager.worker
         assert half is not None
+        self._engine.transfers.instead = None
         for name in BREAKABLE:
             vars(half._engine).pop(name, None)

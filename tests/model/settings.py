@@ -52,6 +52,10 @@ class Settings:
         lookup_delay: How often the first asks for a request go unanswered, 0 to 1.
         num_drafts: Tokens that speculative decoding guesses; not with `is_async`.
         layerwise: Whether loads and saves go layer by layer, beside the forward pass.
+        waited_for: The share of loads that requests wait for while others compute, 0 to 1. Where
+            vLLM does not recover from others that fail, all are.
+        shelf: Whether there is a tier below host memory, of `shelf.Shelf`.
+        lookup_ms: Deadline of a lookup, in milliseconds.
         window: Tokens that attention reaches back, its own included; 0 for all. Blocks behind it
             leave the block table.
     """
@@ -71,6 +75,14 @@ class Settings:
     num_drafts: int = 0
     layerwise: bool = False
     window: int = 0
+    waited_for: float = 0.0
+    shelf: bool = False
+    lookup_ms: int = 60_000
+
+    @property
+    def recovers_from_sync_load(self) -> bool:
+        """Whether vLLM has a right answer to a load that fails in the step that computes on it."""
+        return not self.window and not (self.is_async and self.recompute)
 
     @classmethod
     def drawn(cls, draw: random.Random) -> Self:
@@ -92,6 +104,7 @@ class Settings:
             num_drafts=draw.choice((0, 0, 0, 3)) * (not is_async),
             layerwise=draw.random() < 0.4 and GOES_LAYER_BY_LAYER,
             window=draw.choice((0, 0, 0, 0, CHUNK + 1)),
+            waited_for=draw.choice((0.0, 0.0, 0.5, 1.0)),
         )
 
     def but(self, **changes: object) -> Settings:
@@ -135,6 +148,10 @@ def _transfer(settings: Settings) -> KVTransferConfig:
             # Leases end by what happens, not by how fast this machine is.
             "lmcache.lease_timeout_ms": 3_600_000,
             "lmcache.log_requests": False,
+            # What is copied here says nothing of time: all loads are worth waiting for, or none.
+            "lmcache.max_sync_load_ms": 0.0 if settings.waited_for == 1 else 1e6,
+            "lmcache.lookup_timeout_ms": settings.lookup_ms,
+            **({"lmcache.storage_backends": {"shelf": "shelf:Shelf"}} if settings.shelf else {}),
             **({"lmcache.use_layerwise": True} if settings.layerwise else {}),
         },
     )

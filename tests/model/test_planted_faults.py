@@ -17,7 +17,10 @@ from settings import GOES_LAYER_BY_LAYER
 from world import BLOCK, CHUNK
 
 from lmcache_rs import lookup
-from lmcache_rs.vllm_v1 import compat, connector, metadata, worker
+from lmcache_rs.cache_engine import Loaded
+from lmcache_rs.vllm_v1 import compat, connector, loads, metadata, worker
+from lmcache_rs.vllm_v1.load_choice import LoadChoice
+from lmcache_rs.vllm_v1.metadata import LMCacheConnectorMetadata
 from lmcache_rs.vllm_v1.scheduler import LMCacheSchedulerHalf
 from lmcache_rs.vllm_v1.worker import LMCacheWorkerHalf
 
@@ -172,6 +175,116 @@ def a_failed_chunk_stays_in_the_index(plant: pytest.MonkeyPatch) -> None:
 @fault("a request reads its own prefix")
 def failed_blocks_stay_in_the_engines_own_cache(plant: pytest.MonkeyPatch) -> None:
     plant.setattr(LMCacheSchedulerHalf, "_take_back_failed", lambda *_: None)
+
+
+# --- loads that requests wait for ---------------------------------------------------------------
+
+
+@fault("a load that is over is said to be")
+def the_last_load_that_is_over_is_forgotten(plant: pytest.MonkeyPatch) -> None:
+    take = loads.AsyncLoads.take_finished
+    plant.setattr(loads.AsyncLoads, "take_finished", lambda under_way: take(under_way)[:-1])
+
+
+@fault("a load that is over is said to be")
+def a_load_that_nobody_computes_on_yet_is_not_described(plant: pytest.MonkeyPatch) -> None:
+    async_loads = LMCacheConnectorMetadata.async_loads
+    build = LMCacheSchedulerHalf.build_connector_meta
+
+    def forgetful(half: Any, scheduler_output: Any) -> Any:
+        step = build(half, scheduler_output)
+        lost = async_loads(step)
+        step.requests = [req for req in step.requests if req not in lost]
+        return step
+
+    plant.setattr(LMCacheSchedulerHalf, "build_connector_meta", forgetful)
+
+
+@fault("a load is said to be over once")
+def a_load_is_said_to_be_over_twice(plant: pytest.MonkeyPatch) -> None:
+    results = connector.LMCacheConnectorV1Dynamic.get_transfer_results
+    said: dict[int, set[str]] = {}
+
+    def says_it_again(shell: Any, finished_req_ids: set[str]) -> Any:
+        answer = results(shell, finished_req_ids)
+        before = said.pop(id(shell), set())
+        said[id(shell)] = set(answer.finished_recving)
+        answer.finished_recving |= before
+        return answer
+
+    plant.setattr(connector.LMCacheConnectorV1Dynamic, "get_transfer_results", says_it_again)
+
+
+@fault("what was promised is delivered or reported")
+def a_load_is_over_as_soon_as_it_has_begun(plant: pytest.MonkeyPatch) -> None:
+    take = loads.AsyncLoads.take_finished
+
+    def impatient(under_way: Any) -> list[loads.FinishedLoad]:
+        early = [
+            loads.FinishedLoad(load.req, Loaded(load.req.load_spec.lmcache_cached_tokens, 0, 0))
+            for load in under_way._under_way
+        ]
+        under_way._under_way = []
+        return take(under_way) + early
+
+    plant.setattr(loads.AsyncLoads, "take_finished", impatient)
+
+
+@fault(
+    "what was promised is delivered or reported", "a load that is said to be over writes nothing"
+)
+def an_aborted_requests_load_is_over_at_once(plant: pytest.MonkeyPatch) -> None:
+    results = connector.LMCacheConnectorV1Dynamic.get_transfer_results
+
+    def drops_aborted(shell: Any, finished_req_ids: set[str]) -> Any:
+        under_way = shell._manager.worker._async_loads
+        gone = [load for load in under_way._under_way if load.req.req_id in finished_req_ids]
+        under_way._under_way = [load for load in under_way._under_way if load not in gone]
+        answer = results(shell, finished_req_ids)
+        answer.finished_recving |= {load.req.req_id for load in gone}
+        return answer
+
+    plant.setattr(connector.LMCacheConnectorV1Dynamic, "get_transfer_results", drops_aborted)
+
+
+@fault("what was promised is delivered or reported")
+def blocks_of_a_load_that_nobody_computes_on_yet_are_not_reported(
+    plant: pytest.MonkeyPatch,
+) -> None:
+    record = LMCacheWorkerHalf._record_failed_blocks
+
+    def only_in_step(half: Any, req: Any, loaded_end: int) -> None:
+        record(half, req, loaded_end)
+        half._failed_async_block_ids = set()
+
+    plant.setattr(LMCacheWorkerHalf, "_record_failed_blocks", only_in_step)
+
+
+@fault("a request reads its own prefix")
+def a_load_behind_a_window_fails_in_part(plant: pytest.MonkeyPatch) -> None:
+    start = LMCacheWorkerHalf.start_load_kv
+
+    def in_part(half: Any, step: Any) -> None:
+        half._fails_whole_loads = False
+        start(half, step)
+
+    plant.setattr(LMCacheWorkerHalf, "start_load_kv", in_part)
+
+
+@fault("a request reads its own prefix")
+def the_last_token_behind_a_window_is_loaded_too(plant: pytest.MonkeyPatch) -> None:
+    look_up = LMCacheSchedulerHalf.get_num_new_matched_tokens
+
+    def one_more(half: Any, request: Any, local: int) -> tuple[int | None, bool]:
+        half._load_choice.may_load_last_token = True
+        return look_up(half, request, local)
+
+    plant.setattr(LMCacheSchedulerHalf, "get_num_new_matched_tokens", one_more)
+
+
+@fault("what may fail for good is not waited for by the step")
+def every_load_is_waited_for_by_the_step(plant: pytest.MonkeyPatch) -> None:
+    plant.setattr(LoadChoice, "is_async", lambda *_: False)
 
 
 # --- saves --------------------------------------------------------------------------------------

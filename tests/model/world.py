@@ -107,6 +107,10 @@ class PagedMemory:
         np.copyto(self.cells[layer], self._before[layer], where=~written)
         return written
 
+    def written_slots(self, layer: int) -> set[int]:
+        """As `written`, by number."""
+        return set(np.flatnonzero(self.written(layer)).tolist())
+
 
 def garbage(kv: Cells) -> Cells:
     """What comes out of attention over something else than the prefix."""

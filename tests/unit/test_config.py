@@ -34,12 +34,14 @@ SAMPLES: dict[str, tuple[Any, str]] = {
     "save_decode_cache": (True, "YES"),
     "enable_async_loading": (True, "True"),
     "min_retrieve_tokens": (300, "300"),
+    "max_sync_load_ms": (2.5, "2.5"),
     "lookup_timeout_ms": (50, "50"),
     "lease_timeout_ms": (1000, "1000"),
     "copy_threads": (2, "2"),
     "strict": (True, "1"),
     "lmcache_instance_id": ("node-7", "node-7"),
     "log_requests": (False, "off"),
+    "storage_backends": ({"shelf": "shelves:Shelf"}, '{"shelf": "shelves:Shelf"}'),
     "extra_config": ({"use_odirect": True}, '{"use_odirect": true}'),
 }
 

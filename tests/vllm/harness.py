@@ -111,6 +111,8 @@ class EngineSpec:
         if self.connector is None:
             return None
         settings: dict[str, Any] = {"lmcache.max_local_cpu_size": self.pool_bytes / GIB}
+        # Which loads are waited for must not hang on how busy this machine is.
+        settings["lmcache.max_sync_load_ms"] = 60_000.0
         if self.chunk_size is not None:
             settings["lmcache.chunk_size"] = self.chunk_size
         if self.layerwise:

@@ -6,6 +6,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast, overload
 
@@ -15,8 +16,10 @@ from lmcache_rs.config import LMCacheEngineConfig
 from lmcache_rs.key import CacheEngineKey, LayerCacheEngineKey
 from lmcache_rs.layouts import MemoryFormat, StoredForm
 from lmcache_rs.storage.backend import StorageBackend, StorageBackendInterface
+from lmcache_rs.storage.events import EventManager, EventType
 from lmcache_rs.storage.local_cpu import LocalCPUBackend
 from lmcache_rs.storage.memory_obj import LayerView, MemoryObj, MemoryObjMetadata, described
+from lmcache_rs.storage.prefetch import PrefetchThread
 from lmcache_rs.storage.tier import BackendTier
 
 if TYPE_CHECKING:
@@ -57,6 +60,9 @@ class StorageManager:
         # is not published after it.
         self._publishing = threading.Lock()
         self._num_clears = 0
+        self.event_manager = EventManager()
+        self._prefetch = PrefetchThread()
+        weakref.finalize(self, self._prefetch.close).atexit = False
         # Held while a tier is added.
         self._adding = threading.Lock()
         self._closed = False
@@ -237,11 +243,7 @@ class StorageManager:
         # A pool that was closed meanwhile has sealed nothing.
         ready = [pair for pair in zip(keys, memory_objs, strict=True) if pair[1].sealed]
         for backend in self._lower():
-            given = [memory_obj for _, memory_obj in ready]
-            if backend.allocator is not None and not all(map(backend.allocator.owns, given)):
-                given = list(allocate_and_copy_objects(backend.allocator, given))
-            ready_keys = [key for key, _ in ready[: len(given)]]
-            backend.batched_submit_put_task(ready_keys, given)
+            _offer(backend, [key for key, _ in ready], [memory_obj for _, memory_obj in ready])
 
     def _lower(self) -> list[StorageBackendInterface]:
         return [backend for backend in self.backends.values() if backend is not self._local]
@@ -261,6 +263,12 @@ class StorageManager:
         Raises:
             ValueError: There is no tier of that name.
         """
+        return self._get(keys, location, publish_prefix=False)
+
+    def _get(
+        self, keys: Sequence[CacheEngineKey], location: str | None, *, publish_prefix: bool
+    ) -> list[MemoryObj | None]:
+        """As `batched_get`; with `publish_prefix` what arrived is in L1 if it is not all, too."""
         tiers = self.backends
         if location is not None:
             if location not in tiers:
@@ -285,7 +293,8 @@ class StorageManager:
                     break
             else:
                 break
-        gone = self._write_back(keys, below, publish=len(found) == len(keys), num_clears=num_clears)
+        publish = publish_prefix or len(found) == len(keys)
+        gone = self._write_back(keys, below, publish=publish, num_clears=num_clears)
         if gone is not None:
             del found[gone:]
         return [*found, *([None] * (len(keys) - len(found)))]
@@ -358,6 +367,44 @@ class StorageManager:
             except RuntimeError:
                 gone = at if gone is None else gone
         return gone
+
+    def async_lookup_and_prefetch(
+        self, lookup_id: str, keys: Sequence[CacheEngineKey]
+    ) -> Future[list[MemoryObj]]:
+        """Begins to bring the stored prefix of these chunks into L1, without waiting for any tier.
+
+        What L1 has is not read again. The result is the chunks, held in memory; it is a LOADING
+        event of `event_manager` under the lookup id too, and whoever pops that has the chunks to
+        let go of. A chunk that no tier gives in its deadline ends the prefix.
+
+        Raises:
+            ValueError: There is such an event already.
+        """
+        keys = list(keys)
+
+        def fetch() -> list[MemoryObj]:
+            stored = self._get(keys[: self.batched_contains(keys)], None, publish_prefix=True)
+            return [memory_obj for memory_obj in stored if memory_obj is not None]
+
+        future: Future[list[MemoryObj]] = Future()
+        # Entered before it begins: an id in use starts nothing.
+        self.event_manager.add_event(EventType.LOADING, lookup_id, future)
+        self._prefetch.submit(future, fetch, [])
+        return future
+
+    @property
+    def has_lower_tiers(self) -> bool:
+        """Whether there is any tier but L1."""
+        return bool(self._lower())
+
+    def write_through(self, keys: Sequence[CacheEngineKey]) -> None:
+        """Offers what L1 has of these chunks to the tiers below, which take them as they can."""
+        lower = self._lower()
+        if not lower or self._local is None:
+            return
+        objects = list(self._known(keys, self._local.batched_get_blocking(keys)))
+        for backend in lower:
+            _offer(backend, keys[: len(objects)], objects)
 
     def layerwise_batched_get(
         self,
@@ -485,11 +532,23 @@ class StorageManager:
         """
         with self._adding:
             self._closed = True
+        self._prefetch.close()
         due = time.monotonic() + deadline_s
         in_time = [backend.close(max(0.0, due - time.monotonic())) for backend in self._lower()]
         if self._pool is not None:
             self._pool.close()
         return all(in_time)
+
+
+def _offer(
+    backend: StorageBackendInterface,
+    keys: Sequence[CacheEngineKey],
+    memory_objs: Sequence[_native.MemoryObj],
+) -> None:
+    """Puts sealed objects; a tier with memory of its own gets copies, as far as it has room."""
+    if backend.allocator is not None and not all(map(backend.allocator.owns, memory_objs)):
+        memory_objs = list(allocate_and_copy_objects(backend.allocator, memory_objs))
+    backend.batched_submit_put_task(keys[: len(memory_objs)], memory_objs)
 
 
 def allocate_and_copy_objects(

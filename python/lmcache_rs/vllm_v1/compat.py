@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import vllm.envs
 import vllm.platforms
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
-from vllm.v1.kv_cache_interface import MLAAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
 from lmcache_rs import _native
 from lmcache_rs.config import LMCacheMetadata
@@ -141,6 +141,25 @@ def hash_block_size_of(kv_cache_config: KVCacheConfig) -> int:
     """Tokens between two of the engine's own hashes; before 0.32 a block's, of a single group."""
     told = getattr(kv_cache_config, "hash_block_size", None)
     return int(told or block_size_of(kv_cache_config))
+
+
+def keeps_all_blocks(kv_cache_config: KVCacheConfig) -> bool:
+    """Whether a request's block table holds all its tokens, and not those of a window alone."""
+    spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+    return type(spec) in (FullAttentionSpec, MLAAttentionSpec)
+
+
+def recovers_from_sync_load(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> bool:
+    """Whether vLLM has a right answer to a load that fails in the step that computes on it.
+
+    It has none where the next step is described before the failure is heard of and nobody's request
+    is failed for it: what that step computes on the failed blocks is delivered. Nor where blocks
+    behind a window are gone: what is to be computed again would need them.
+    """
+    transfer = vllm_config.kv_transfer_config
+    recomputes = transfer is not None and transfer.kv_load_failure_policy == "recompute"
+    is_ahead = bool(vllm_config.scheduler_config.async_scheduling)
+    return keeps_all_blocks(kv_cache_config) and not (is_ahead and recomputes)
 
 
 def layer_names_of(kv_cache_config: KVCacheConfig) -> list[str]:

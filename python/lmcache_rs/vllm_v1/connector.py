@@ -14,12 +14,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
 )
 
 from lmcache_rs.config import ConfigError, LMCacheEngineConfig, disabled_by_environment
 from lmcache_rs.vllm_v1.compat import HOST_HIT_SOURCE
 from lmcache_rs.vllm_v1.manager import LMCacheManager
-from lmcache_rs.vllm_v1.metadata import LMCacheConnectorMetadata, LMCacheWorkerMetadata
+from lmcache_rs.vllm_v1.metadata import (
+    LMCacheConnectorMetadata,
+    LMCacheWorkerMetadata,
+    ReqMeta,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -57,6 +62,7 @@ class LMCacheConnectorV1Dynamic(KVConnectorBase_V1):
             vllm_config, kv_cache_config, is_scheduler=role == KVConnectorRole.SCHEDULER
         )
         self._unserved_block_ids: set[int] = set()
+        self._unserved_loads: list[ReqMeta] = []
         self._error_before_step = _error_being_handled()
 
     @classmethod
@@ -101,12 +107,13 @@ class LMCacheConnectorV1Dynamic(KVConnectorBase_V1):
         # vLLM counts on the promised blocks: what nobody loads is said to have failed.
         if worker is None:
             self._unserved_block_ids |= self._manager.promised_block_ids(metadata)
+            self._unserved_loads += metadata.async_loads()
             return
         try:
             worker.start_load_kv(metadata)
         except Exception as error:
             self._manager.faults.note("start_load_kv", error)
-            worker.record_failed(self._manager.promised_block_ids(metadata))
+            worker.fail_loads(metadata)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Returns once the layer's loads are written; in bulk mode they were before the pass."""
@@ -117,7 +124,7 @@ class LMCacheConnectorV1Dynamic(KVConnectorBase_V1):
             worker.wait_for_layer_load(layer_name, metadata)
         except Exception as error:
             self._manager.faults.note("wait_for_layer_load", error)
-            worker.record_failed(self._manager.promised_block_ids(metadata))
+            worker.fail_loads(metadata)
 
     def save_kv_layer(
         self,
@@ -148,6 +155,24 @@ class LMCacheConnectorV1Dynamic(KVConnectorBase_V1):
         )
         end = worker.abandon_step if has_failed else worker.wait_for_save
         self._guard("wait_for_save", None, lambda: end(metadata))
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Loads that requests wait for and that are over, each said once."""
+        unserved, self._unserved_loads = self._unserved_loads, []
+        finished = {req.req_id for req in unserved}
+        failed = set(finished)
+        worker = self._manager.worker
+        if worker is not None:
+            nothing: tuple[set[str], set[str]] = (set(), set())
+            taken = self._guard("get_transfer_results", nothing, worker.take_finished_loads)
+            finished |= taken[0]
+            failed |= taken[1]
+        return KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """As `get_transfer_results`, for engines that ask no more than this."""
+        results = self.get_transfer_results(finished_req_ids)
+        return results.finished_sending or None, results.finished_recving or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks that do not hold what was promised."""

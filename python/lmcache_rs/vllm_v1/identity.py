@@ -432,6 +432,12 @@ def engine_hashes_of(
     return EngineHashes(algorithm, hash_block)
 
 
+def stays_in_memory(config: LMCacheEngineConfig, vllm_config: VllmConfig) -> bool:
+    """Whether the keys can be made to collide, and so may name nothing outside this process."""
+    algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
+    return config.chain == "engine" and algorithm not in CRYPTOGRAPHIC
+
+
 def chain_notice(config: LMCacheEngineConfig, vllm_config: VllmConfig) -> str:
     """The choice of chain and what follows from it, in a line."""
     if config.chain == "own":
@@ -440,7 +446,7 @@ def chain_notice(config: LMCacheEngineConfig, vllm_config: VllmConfig) -> str:
             "and whatever PYTHONHASHSEED says"
         )
     algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
-    if algorithm in CRYPTOGRAPHIC:
+    if not stays_in_memory(config, vllm_config):
         return (
             f"chain engine: keys are vLLM's {algorithm} hashes; engines with another "
             "--prefix-caching-hash-algo or PYTHONHASHSEED find other keys"

@@ -8,7 +8,8 @@ from lmcache_rs.config import LMCacheEngineConfig, disabled_by_environment
 from lmcache_rs.layouts import LayoutError
 from lmcache_rs.vllm_v1 import compat, model_identity
 from lmcache_rs.vllm_v1.faults import Faults
-from lmcache_rs.vllm_v1.identity import chain_notice, identities_of
+from lmcache_rs.vllm_v1.identity import chain_notice, identities_of, stays_in_memory
+from lmcache_rs.vllm_v1.load_choice import LoadChoice
 from lmcache_rs.vllm_v1.metadata import LMCacheConnectorMetadata
 from lmcache_rs.vllm_v1.scheduler import LMCacheSchedulerHalf
 from lmcache_rs.vllm_v1.worker import LMCacheWorkerHalf
@@ -59,6 +60,9 @@ class LMCacheManager:
         chunk_size = config.chunk_size_for(compat.block_size_of(kv_cache_config))
         if chunk_size != config.chunk_size:
             config = config.with_values("rounded up to the engine's block", chunk_size=chunk_size)
+        if config.storage_backends and stays_in_memory(config, vllm_config):
+            reason = "left out: this chain's keys are used in host memory alone"
+            config = config.with_values(reason, storage_backends={})
         self.config = config
         engine_start = compat.engine_start_of(vllm_config)
         self._metadata = model_identity.stated(
@@ -68,14 +72,14 @@ class LMCacheManager:
         self._load_failure_policy = str(transfer.kv_load_failure_policy)
         try:
             if is_scheduler:
-                role = str(transfer.kv_role)
                 self.scheduler = LMCacheSchedulerHalf(
                     config,
                     self._metadata,
                     engine_start,
-                    role,
+                    str(transfer.kv_role),
                     self.faults,
                     identities,
+                    self._load_choice(),
                     compat.ranks_of(vllm_config),
                 )
             else:
@@ -86,9 +90,20 @@ class LMCacheManager:
                     in_scheduler_process=compat.is_in_scheduler_process(vllm_config),
                     faults=self.faults,
                     rank=compat.rank_of(vllm_config),
+                    fails_whole_loads=not compat.keeps_all_blocks(kv_cache_config),
                 )
         except Exception as error:
             self._degrade("start", error)
+
+    def _load_choice(self) -> LoadChoice:
+        of = self._kv_cache_config
+        block_bytes = compat.block_bytes_of(of) * len(compat.layer_names_of(of))
+        return LoadChoice(
+            self.config.max_sync_load_ms,
+            -(-block_bytes // compat.block_size_of(of)),
+            has_safe_failure=compat.recovers_from_sync_load(self._vllm_config, of),
+            keeps_all_blocks=compat.keeps_all_blocks(of),
+        )
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Gives the worker half the engine's tensors and prints the banner.
@@ -144,10 +159,11 @@ class LMCacheManager:
         )
         self._say(
             "capacity %.2f GB = %d tokens of this model on rank 0, the same in total; "
-            "tiers: local_cpu %s",
+            "tiers: local_cpu %s%s",
             capacity_bytes / 2**30,
             capacity_tokens,
             "healthy" if capacity_bytes else "off",
+            "".join(f", {name}" for name in self.worker.lower_tiers()),
         )
         self._say("model fingerprint %s", self._metadata.model_fingerprint)
         self._say("%s", chain_notice(self.config, self._vllm_config))

@@ -11,6 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from lmcache_rs.lookup import Rank
+from lmcache_rs.vllm_v1.prefetches import PrefetchOrders
 
 NULL_BLOCK = 0
 """vLLM's placeholder in a block table: it holds no KV."""
@@ -26,12 +27,15 @@ class LoadSpec:
         can_load: Whether the engine has granted blocks for it.
         computed_from: The first token that the engine computes itself, once blocks are granted. It
             may lie before the end: the last token of a prompt is always computed.
+        is_async: Whether the request waits for the load while others compute. Then the worker says
+            when it is done; otherwise the tokens are there when the step computes.
     """
 
     vllm_cached_tokens: int
     lmcache_cached_tokens: int
     can_load: bool = False
     computed_from: int | None = None
+    is_async: bool = False
 
 
 @dataclass
@@ -81,6 +85,7 @@ class LMCacheConnectorMetadata(KVConnectorMetadata):
             worker reports them as failed.
         lookup_ids: The workers' stores that the scheduler half knows.
         failures_seen: The worker's reports of failed loads that the scheduler half has taken in.
+        prefetches: What is to be brought from lower tiers, and what is not needed any more.
     """
 
     engine_start: str
@@ -88,16 +93,21 @@ class LMCacheConnectorMetadata(KVConnectorMetadata):
     unloadable_block_ids: set[int] = field(default_factory=set)
     lookup_ids: dict[Rank, str] = field(default_factory=dict)
     failures_seen: int = 0
+    prefetches: PrefetchOrders | None = None
 
     def promised_block_ids(self, block_tokens: int) -> set[int]:
-        """Every block that is to hold loaded tokens after the step's loads."""
+        """Every block that is to hold loaded tokens when the step computes."""
         promised = set(self.unloadable_block_ids)
         for req in self.requests:
             spec = req.load_spec
-            if spec is not None and spec.can_load:
+            if spec is not None and spec.can_load and not spec.is_async:
                 start, end = spec.vllm_cached_tokens, spec.lmcache_cached_tokens
                 promised |= failed_blocks(req.block_ids, block_tokens, start, end)
         return promised
+
+    def async_loads(self) -> list[ReqMeta]:
+        """Requests that wait until their load is said to be done."""
+        return [req for req in self.requests if req.load_spec and req.load_spec.is_async]
 
 
 def failed_blocks(
@@ -131,11 +141,17 @@ class LMCacheWorkerMetadata(KVConnectorWorkerMetadata):
         outcomes: What was stored and loaded, by request id.
         lookup_ids: Where each rank's store can be asked, until the scheduler half knows.
         failures: Reports of failed loads so far.
+        load_bytes_per_second: How fast bytes get into the engine's blocks; 0 while unknown.
+        has_lower_tiers: Whether there are tiers below host memory.
+        prefetched: Requests whose chunks have been brought from there, as far as they are there.
     """
 
     outcomes: dict[str, RequestOutcome] = field(default_factory=dict)
     lookup_ids: dict[Rank, str] = field(default_factory=dict)
     failures: int = 0
+    load_bytes_per_second: float = 0.0
+    has_lower_tiers: bool = False
+    prefetched: set[str] = field(default_factory=set)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> LMCacheWorkerMetadata:
         """Merges two ranks: what is stored or loaded is what all of them did."""
@@ -149,4 +165,14 @@ class LMCacheWorkerMetadata(KVConnectorWorkerMetadata):
                 min(mine.loaded_tokens, theirs.loaded_tokens),
             )
         lookup_ids = {**self.lookup_ids, **other.lookup_ids}
-        return LMCacheWorkerMetadata(merged, lookup_ids, max(self.failures, other.failures))
+        # The slowest rank is waited for.
+        speeds = [self.load_bytes_per_second, other.load_bytes_per_second]
+        speed = min((speed for speed in speeds if speed), default=0.0)
+        return LMCacheWorkerMetadata(
+            merged,
+            lookup_ids,
+            max(self.failures, other.failures),
+            speed,
+            self.has_lower_tiers or other.has_lower_tiers,
+            self.prefetched | other.prefetched,
+        )

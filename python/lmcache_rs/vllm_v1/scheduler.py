@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lmcache_rs import _native, lookup
+from lmcache_rs.key import HASH_BYTES
 from lmcache_rs.vllm_v1 import compat
 from lmcache_rs.vllm_v1.identity import (
     Chain,
@@ -22,6 +23,7 @@ from lmcache_rs.vllm_v1.identity import (
     NoExtraKeys,
     RequestIdentity,
 )
+from lmcache_rs.vllm_v1.load_choice import LoadChoice
 from lmcache_rs.vllm_v1.metadata import (
     NULL_BLOCK,
     LMCacheConnectorMetadata,
@@ -30,6 +32,7 @@ from lmcache_rs.vllm_v1.metadata import (
     ReqMeta,
     SaveSpec,
 )
+from lmcache_rs.vllm_v1.prefetches import AskedPrefetches
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -103,6 +106,7 @@ class LMCacheSchedulerHalf:
         kv_role: `kv_both`, `kv_producer` (never loads) or `kv_consumer` (never saves).
         faults: Where faults of ours are noted.
         identities: What requests' chunks are called; None for an engine that was told nothing more.
+        load_choice: Which loads the step waits for; None for all of them.
         ranks: The engine's workers, each of which has to hold what a request is promised.
     """
 
@@ -114,9 +118,15 @@ class LMCacheSchedulerHalf:
         kv_role: str,
         faults: Faults,
         identities: Identities | None = None,
+        load_choice: LoadChoice | None = None,
         ranks: Sequence[lookup.Rank] = (compat.ONLY_RANK,),
     ) -> None:
         self._config = config
+        self._load_choice = load_choice or LoadChoice(config.max_sync_load_ms, token_bytes=0)
+        # Promises with blocks, until the next step is described.
+        # Where there are tiers below host memory.
+        self._prefetches: AskedPrefetches | None = None
+        self._granted: dict[str, RequestTracker] = {}
         self._engine_start = engine_start
         self._chunk_size = config.chunk_size
         self._identities = identities or Identities(config, metadata)
@@ -146,9 +156,11 @@ class LMCacheSchedulerHalf:
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Tokens that can be loaded beyond those the engine has; None if that is not known yet.
+        """Tokens that can be loaded beyond those the engine has, None if that is not known yet; and
+        whether the request waits for them while others compute.
 
-        At least one token of the request is left to compute, as vLLM needs it for the logits.
+        The last token of a request is always computed, as vLLM needs it for the logits. Where the
+        request waits, vLLM leaves it out of the promise by itself.
         """
         tracker = self._track(request, is_lookup=True)
         tracker.load_spec = None
@@ -163,16 +175,34 @@ class LMCacheSchedulerHalf:
             return 0, False
         if self._client is None:
             return 0, False
-        hit_chunks = self._client.lookup(hashes, request.request_id, tracker.namespace)
+        hit_chunks = self._lookup(self._client, request.request_id, tracker.namespace, hashes)
         if hit_chunks is None:
             return None, False
         hit_tokens = hit_chunks * self._chunk_size
-        end = min(hit_tokens, request.num_tokens - 1)
-        num_new = end - num_computed_tokens
+        num_new = min(hit_tokens, request.num_tokens - 1) - num_computed_tokens
         if num_new <= 0 or num_new < self._config.min_retrieve_tokens:
             return self._promise_nothing(request.request_id)
-        tracker.load_spec = LoadSpec(num_computed_tokens, hit_tokens)
-        return num_new, False
+        is_async = self._load_choice.is_async(num_new)
+        tracker.load_spec = LoadSpec(num_computed_tokens, hit_tokens, is_async=is_async)
+        if is_async and self._load_choice.may_load_last_token:
+            num_new = hit_tokens - num_computed_tokens
+        return num_new, is_async
+
+    def _lookup(
+        self, client: lookup.LookupClient, req_id: str, namespace: str, hashes: bytes
+    ) -> int | None:
+        """Chunks that host memory holds, once what lower tiers have is there, too."""
+        hit_chunks = client.lookup(hashes, req_id, namespace)
+        prefetches = self._prefetches
+        if prefetches is None or hit_chunks is None or hit_chunks * HASH_BYTES == len(hashes):
+            return hit_chunks
+        if prefetches.is_pending(req_id, namespace, hashes):
+            return None
+        if prefetches.settle(req_id):
+            # Asked before the chunks were there; the lease stays, and is renewed.
+            client.end(req_id, release=False)
+            hit_chunks = client.lookup(hashes, req_id, namespace)
+        return hit_chunks
 
     def _promise_nothing(self, req_id: str) -> tuple[int, bool]:
         # The record ends too: when the request is asked about again, more may be stored.
@@ -189,18 +219,23 @@ class LMCacheSchedulerHalf:
         """Blocks were granted: the load goes ahead, or, with 0 tokens, is off."""
         req_id = request.request_id
         tracker = self._track(request)
+        if self._prefetches is not None:
+            self._prefetches.end(req_id)
         if num_external_tokens == 0:
             tracker.load_spec = None
             self._end_lookup(req_id, release=True)
             return
         # First of all, so that no fault below can lose the promise: the engine counts on it.
         promised_end = tracker.local_tokens + num_external_tokens
-        spec = tracker.load_spec or LoadSpec(tracker.local_tokens, promised_end)
+        spec = tracker.load_spec or LoadSpec(tracker.local_tokens, promised_end, is_async=True)
         spec.can_load = True
         spec.computed_from = promised_end
         tracker.load_spec = spec
         tracker.granted_block_ids = compat.granted_block_ids(blocks)
         tracker.external_tokens = num_external_tokens
+        self._granted[req_id] = tracker
+        if not spec.is_async:
+            self._load_choice.take(num_external_tokens)
         self._counts["promised_tokens"] += num_external_tokens
         self._end_lookup(req_id, release=False)
 
@@ -211,7 +246,17 @@ class LMCacheSchedulerHalf:
         metadata = LMCacheConnectorMetadata(
             self._engine_start, lookup_ids=self._lookup_ids, failures_seen=self._failures_seen
         )
+        if self._prefetches is not None:
+            metadata.prefetches = self._prefetches.take_orders()
         step = scheduler_output.num_scheduled_tokens
+        granted, self._granted = self._granted, {}
+        for req_id, tracker in granted.items():
+            spec = tracker.load_spec
+            # vLLM's word: a request that waits for its load has blocks and computes nothing.
+            if spec is not None and spec.is_async and req_id in step:
+                spec.is_async = False
+            elif spec is not None and spec.is_async:
+                metadata.requests.append(self._describe_async_load(tracker, spec))
         for req_id, num_scheduled in step.items():
             tracker = self._trackers.get(req_id)
             if tracker is None or tracker.namespace is None:
@@ -232,13 +277,36 @@ class LMCacheSchedulerHalf:
                 continue
             if req is not None:
                 metadata.requests.append(req)
-        loads = any(req.load_spec is not None for req in metadata.requests)
+        loads = any(req.load_spec and not req.load_spec.is_async for req in metadata.requests)
         tables: dict[str, list[int]] = {}
         if loads or any(loaded for loaded, _ in self._last_tables):
             # What is computed on a load that will have failed must be found again.
             tables = {req_id: compat.block_table(scheduler_output, req_id) for req_id in step}
         self._last_tables.append((loads, tables))
+        self._load_choice.begin_step(others_run=bool(step))
         return metadata
+
+    def _describe_async_load(self, tracker: RequestTracker, spec: LoadSpec) -> ReqMeta:
+        tracker.load_spec = None
+        block_ids, tracker.granted_block_ids = tracker.granted_block_ids, []
+        chunk_size, end = self._chunk_size, spec.lmcache_cached_tokens
+        # As if computed: if it fails, vLLM's own count comes out lower.
+        tracker.saved_tokens = end // chunk_size * chunk_size
+        tracker.computed_tokens = min(end, tracker.request.num_tokens - 1)
+        hashes = b""
+        try:
+            hashes = tracker.chain.hashes(end // chunk_size)
+        except Exception as error:
+            # Without hashes it loads nothing, and that is said: vLLM waits for an answer.
+            self.faults.note("build_connector_meta", error)
+        return ReqMeta(
+            req_id=tracker.request.request_id,
+            num_tokens=0,
+            hashes=hashes,
+            block_ids=block_ids,
+            namespace=tracker.namespace or "",
+            load_spec=spec,
+        )
 
     def _describe(
         self,
@@ -330,6 +398,9 @@ class LMCacheSchedulerHalf:
         if isinstance(outcome, LMCacheWorkerMetadata):
             self._failures_seen = outcome.failures
             self._find_workers(outcome)
+            self._load_choice.measured(outcome.load_bytes_per_second)
+            if self._prefetches is not None:
+                self._prefetches.done(outcome.prefetched)
             for req_id, of_request in outcome.outcomes.items():
                 tracker = self._trackers.get(req_id) or self._finished.get(req_id)
                 if tracker is not None:
@@ -345,9 +416,12 @@ class LMCacheSchedulerHalf:
             self._client.close()
             self._client = None
         self._lookup_ids = lookup_ids
+        self._prefetches = None
         if lookup_ids.keys() == self._ranks:
             deadline_ms = self._config.lookup_timeout_ms
             self._client = lookup.connect_ranks(lookup_ids, deadline_ms=deadline_ms)
+            if outcome.has_lower_tiers:
+                self._prefetches = AskedPrefetches(deadline_ms / 1e3)
 
     def bind_evict_blocks(self, evict_blocks: Callable[[set[int]], None]) -> None:
         """Takes in vLLM's own way to forget cached blocks."""
@@ -380,6 +454,8 @@ class LMCacheSchedulerHalf:
     def request_finished(self, request: Request) -> None:
         """Forgets the request, whatever its state; its lease goes back."""
         self._end_lookup(request.request_id, release=True)
+        if self._prefetches is not None:
+            self._prefetches.end(request.request_id)
         tracker = self._trackers.pop(request.request_id, None)
         if tracker is not None:
             self._finished[request.request_id] = tracker

@@ -2,21 +2,27 @@
 
 Lives beside the model and owns the bytes. In bulk mode a step's loads are done before its forward
 pass and its saves after it, both before the hook returns, so that no block is touched while vLLM
-may use it. Layer by layer (`use_layerwise`) they run beside the forward pass, each layer's load
+may use it. Loads that requests wait for (`loads`) run beside the steps, into blocks that nobody
+else uses. Layer by layer (`use_layerwise`) they run beside the forward pass, each layer's load
 done before its attention and its save behind it; the last hook of the step ends them.
 """
 
 from __future__ import annotations
 
+import importlib
 import secrets
+import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lmcache_rs import _native, lookup
 from lmcache_rs.cache_engine import LMCacheEngine, Loaded, Stored
-from lmcache_rs.key import HASH_BYTES
+from lmcache_rs.key import HASH_BYTES, keys_of
 from lmcache_rs.layouts import Layout, MemoryFormat
+from lmcache_rs.transfers import Transfer
 from lmcache_rs.vllm_v1 import compat, layerwise
+from lmcache_rs.vllm_v1.load_choice import LoadSpeed
+from lmcache_rs.vllm_v1.loads import AsyncLoads, FinishedLoad
 from lmcache_rs.vllm_v1.metadata import (
     LMCacheConnectorMetadata,
     LMCacheWorkerMetadata,
@@ -24,11 +30,13 @@ from lmcache_rs.vllm_v1.metadata import (
     RequestOutcome,
     failed_blocks,
 )
+from lmcache_rs.vllm_v1.prefetches import RunningPrefetches
 
 if TYPE_CHECKING:
     import torch
 
     from lmcache_rs.config import LMCacheEngineConfig, LMCacheMetadata
+    from lmcache_rs.storage import StorageManager
     from lmcache_rs.vllm_v1.faults import Faults
 
 
@@ -47,6 +55,8 @@ class LMCacheWorkerHalf:
             itself, and no socket is opened.
         faults: Where faults of ours are noted.
         rank: Which of the engine's workers this is.
+        fails_whole_loads: Whether an asynchronous load that ends early is of no use at all, as the
+            engine keeps no block that lies behind a window.
     """
 
     def __init__(
@@ -58,6 +68,7 @@ class LMCacheWorkerHalf:
         in_scheduler_process: bool,
         faults: Faults,
         rank: lookup.Rank = compat.ONLY_RANK,
+        fails_whole_loads: bool = False,
     ) -> None:
         self._config = config
         self._metadata = metadata
@@ -73,6 +84,14 @@ class LMCacheWorkerHalf:
         self._engine: LMCacheEngine | None = None
         self._server: _native.LookupServer | None = None
         self._failed_block_ids: set[int] = set()
+        # Those of loads that nobody computes on before they are over.
+        self._failed_async_block_ids: set[int] = set()
+        self._async_loads = AsyncLoads(faults)
+        self._fails_whole_loads = fails_whole_loads
+        self._load_speed = LoadSpeed()
+        # Where there are tiers below host memory.
+        self._storage: StorageManager | None = None
+        self._prefetches: RunningPrefetches | None = None
         self._outcomes: dict[str, RequestOutcome] = {}
         self._block_tokens = metadata.block_size or 1
         self._layers: dict[str, int] = {}
@@ -131,7 +150,30 @@ class LMCacheWorkerHalf:
             engine.close()
             raise
         self._engine = engine
+        self._add_tiers(engine)
         self._layers = {name: layer for layer, name in enumerate(layer_names)}
+
+    def _add_tiers(self, engine: LMCacheEngine) -> None:
+        for name, made_by in self._config.storage_backends.items():
+            try:
+                module, _, what = made_by.partition(":")
+                engine.storage_manager.add_backend(
+                    name, getattr(importlib.import_module(module), what)()
+                )
+            except Exception as error:
+                if self._config.strict:
+                    raise
+                self._faults.note("storage_backends", error)
+                compat.logger.error(
+                    "lmcache_rs: THE ENGINE SERVES WITHOUT TIER %s (%s): %s. `strict: true` makes "
+                    "this a stop.",
+                    name,
+                    made_by,
+                    error,
+                )
+        if self._config.storage_backends and engine.storage_manager.has_lower_tiers:
+            self._storage = engine.storage_manager
+            self._prefetches = RunningPrefetches(self._storage, self._faults)
 
     @property
     def is_registered(self) -> bool:
@@ -152,6 +194,10 @@ class LMCacheWorkerHalf:
         capacity_bytes = self._engine.local_cpu.capacity_bytes
         return capacity_bytes, capacity_bytes // self._chunk_bytes * self._config.chunk_size
 
+    def lower_tiers(self) -> list[str]:
+        """Names of the tiers below host memory, in the order they are asked."""
+        return [] if self._storage is None else list(self._storage.backends)[1:]
+
     @property
     def _chunk_bytes(self) -> int:
         registered = self._engine and self._engine.registered
@@ -168,14 +214,19 @@ class LMCacheWorkerHalf:
         self._end_other_step(metadata)
         if metadata.engine_start != self._engine_start:
             # Another engine's blocks are not ours to write.
-            self._failed_block_ids |= metadata.promised_block_ids(self._block_tokens)
+            self.fail_loads(metadata)
             return
         self._is_known = metadata.lookup_ids.get(self._rank) == self._lookup_id
+        if self._prefetches is not None and metadata.prefetches is not None:
+            self._prefetches.follow(metadata.prefetches)
         self._failed_block_ids |= metadata.unloadable_block_ids
         step = self._step_of(metadata)
         load = self._load if step is None else step.add_load
         for req in metadata.requests:
             if req.load_spec is None or not req.load_spec.can_load:
+                continue
+            if req.load_spec.is_async:
+                self._async_loads.begin(req, self._begin_load)
                 continue
             try:
                 loaded = load(req)
@@ -199,7 +250,50 @@ class LMCacheWorkerHalf:
         if self._engine is None or not self._engine.is_healthy():
             return Loaded(skip, 0, 0)
         hashes = req.hashes[: end // self._config.chunk_size * HASH_BYTES]
-        return self._engine.load_chunks(req.req_id, req.namespace, hashes, req.block_ids, skip=skip)
+        began = time.perf_counter()
+        loaded = self._engine.load_chunks(
+            req.req_id, req.namespace, hashes, req.block_ids, skip=skip
+        )
+        self._load_speed.note(loaded.bytes, time.perf_counter() - began)
+        return loaded
+
+    def _begin_load(self, req: ReqMeta) -> Transfer[Loaded] | None:
+        """Starts a load that its request waits for; None if there is nothing to load from."""
+        assert req.load_spec is not None
+        skip, end = req.load_spec.vllm_cached_tokens, req.load_spec.lmcache_cached_tokens
+        hashes = req.hashes[: end // self._config.chunk_size * HASH_BYTES]
+        if self._engine is None or not self._engine.is_healthy() or not hashes:
+            return None
+        return self._engine.begin_load_chunks(
+            req.req_id, req.namespace, hashes, req.block_ids, skip=skip
+        )
+
+    def take_finished_loads(self) -> tuple[set[str], set[str]]:
+        """Requests whose loads are over, and those of them that have nothing of theirs.
+
+        The blocks of a load that ended early are reported as failed in this step.
+        """
+        finished: set[str] = set()
+        failed: set[str] = set()
+        for load in self._async_loads.take_finished():
+            finished.add(load.req.req_id)
+            try:
+                if not self._account_for(load) and self._fails_whole_loads:
+                    failed.add(load.req.req_id)
+            except Exception as error:
+                self._faults.note("finish_load", error)
+        return finished, failed
+
+    def _account_for(self, load: FinishedLoad) -> bool:
+        """Whether all that was promised is there."""
+        req, loaded = load.req, load.loaded
+        assert req.load_spec is not None
+        if loaded.end < req.load_spec.lmcache_cached_tokens:
+            self._record_failed_blocks(req, loaded.end)
+            return False
+        self._count_loaded(req, loaded)
+        self._load_speed.note(loaded.bytes, load.seconds)
+        return True
 
     def _count_loaded(self, req: ReqMeta, loaded: Loaded) -> None:
         assert req.load_spec is not None
@@ -217,7 +311,10 @@ class LMCacheWorkerHalf:
         self._counts["failed_loads"] += 1
         promised_end = req.load_spec.lmcache_cached_tokens
         failed = failed_blocks(req.block_ids, self._block_tokens, loaded_end, promised_end)
-        self._failed_block_ids |= failed
+        if not req.load_spec.is_async:
+            self._failed_block_ids |= failed
+        elif not self._fails_whole_loads:
+            self._failed_async_block_ids |= failed
         if self._engine is not None and self._engine.local_cpu is not None:
             # What failed leaves the index before it is reported, or it would be promised again.
             at = loaded_end // self._config.chunk_size * HASH_BYTES
@@ -341,10 +438,25 @@ class LMCacheWorkerHalf:
         self._counts["stored_chunks"] += stored.chunks
         self._counts["stored_bytes"] += stored.bytes
         self._counts["refused_chunks"] += stored.refused_chunks
+        if self._storage is not None and stored.chunks:
+            self._write_through(self._storage, req)
+
+    def _write_through(self, storage: StorageManager, req: ReqMeta) -> None:
+        """Offers what was stored to the tiers below; they write when they come to it."""
+        assert req.save_spec is not None
+        chunk_size = self._config.chunk_size
+        first, end = req.save_spec.skip_leading_tokens // chunk_size, req.num_tokens // chunk_size
+        hashes = req.hashes[first * HASH_BYTES : end * HASH_BYTES]
+        storage.write_through(keys_of(req.namespace, hashes))
 
     def record_failed(self, block_ids: set[int]) -> None:
         """Blocks that do not hold what was promised: reported, and nothing of the step is saved."""
         self._failed_block_ids |= block_ids
+
+    def fail_loads(self, metadata: LMCacheConnectorMetadata) -> None:
+        """The step's loads have failed, but those that run already beside the steps."""
+        self.record_failed(metadata.promised_block_ids(self._block_tokens))
+        self._async_loads.fail_others(metadata.async_loads())
 
     def take_failed_block_ids(self) -> set[int]:
         """Blocks whose loads failed since the last call."""
@@ -352,15 +464,25 @@ class LMCacheWorkerHalf:
         self._finish_loads(self._step)
         failed, self._failed_block_ids = self._failed_block_ids, set()
         self._failures += bool(failed)
+        failed |= self._failed_async_block_ids
+        self._failed_async_block_ids = set()
         return failed
 
     def take_outcomes(self) -> LMCacheWorkerMetadata | None:
         """What was stored and loaded since the last call, by request."""
         outcomes, self._outcomes = self._outcomes, {}
         lookup_ids = {} if self._is_known or self._engine is None else {self._rank: self._lookup_id}
-        if not outcomes and not lookup_ids and not self._failures:
+        prefetched = set() if self._prefetches is None else self._prefetches.take_done()
+        if not outcomes and not lookup_ids and not self._failures and not prefetched:
             return None
-        return LMCacheWorkerMetadata(outcomes, lookup_ids, self._failures)
+        return LMCacheWorkerMetadata(
+            outcomes,
+            lookup_ids,
+            self._failures,
+            self._load_speed.bytes_per_second,
+            has_lower_tiers=self._prefetches is not None,
+            prefetched=prefetched,
+        )
 
     def _outcome(self, req_id: str) -> RequestOutcome:
         return self._outcomes.setdefault(req_id, RequestOutcome())
@@ -384,6 +506,9 @@ class LMCacheWorkerHalf:
             self._step = None
         if self._copier is not None:
             self._copier.close()
+        self._async_loads.close()
+        if self._prefetches is not None:
+            self._prefetches.close()
         if self._server is not None:
             self._server.close()
             self._server = None

@@ -1,5 +1,6 @@
 //! The extension module `lmcache_rs._native`: a list of exports. It marshals and decides nothing.
 
+mod background;
 mod errors;
 mod gate;
 mod key;
@@ -15,6 +16,8 @@ mod transfer;
 /// The native half of lmcache_rs.
 #[pyo3::pymodule]
 mod _native {
+    #[pymodule_export]
+    use crate::background::{Transfer, TransferQueue};
     #[pymodule_export]
     use crate::key::{encode_key, namespace_begins_with, parse_key};
     #[pymodule_export]
