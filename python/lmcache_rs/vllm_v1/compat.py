@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import vllm.envs
 import vllm.platforms
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
-from vllm.v1.kv_cache_interface import MLAAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
 from lmcache_rs import _native
 from lmcache_rs.config import LMCacheMetadata
@@ -111,6 +111,15 @@ def block_size_of(kv_cache_config: KVCacheConfig) -> int:
 def layer_names_of(kv_cache_config: KVCacheConfig) -> list[str]:
     """The names of the layers that keep KV, in the engine's order."""
     return list(kv_cache_config.kv_cache_groups[0].layer_names)
+
+
+def has_windows(kv_cache_config: KVCacheConfig) -> bool:
+    """Whether requests may lose blocks while they live, which the engine tells nobody.
+
+    By exact type: of what is not known it is to be expected.
+    """
+    spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+    return type(spec) not in (FullAttentionSpec, MLAAttentionSpec)
 
 
 def block_bytes_of(kv_cache_config: KVCacheConfig) -> int:

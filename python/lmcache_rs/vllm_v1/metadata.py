@@ -10,6 +10,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from lmcache_rs.vllm_v1.saves import SaveFences
+
 NULL_BLOCK = 0
 """vLLM's placeholder in a block table: it holds no KV."""
 
@@ -79,6 +81,7 @@ class LMCacheConnectorMetadata(KVConnectorMetadata):
             worker reports them as failed.
         lookup_id: The worker's store that the scheduler half asks; empty while it knows none.
         failures_seen: The worker's reports of failed loads that the scheduler half has taken in.
+        fences: Which saves of earlier steps are waited for, and by whom.
     """
 
     engine_start: str
@@ -86,6 +89,7 @@ class LMCacheConnectorMetadata(KVConnectorMetadata):
     unloadable_block_ids: set[int] = field(default_factory=set)
     lookup_id: str = ""
     failures_seen: int = 0
+    fences: SaveFences = field(default_factory=SaveFences)
 
     def promised_block_ids(self, block_tokens: int) -> set[int]:
         """Every block that is to hold loaded tokens after the step's loads."""
@@ -129,11 +133,14 @@ class LMCacheWorkerMetadata(KVConnectorWorkerMetadata):
         outcomes: What was stored and loaded, by request id.
         lookup_ids: Where each rank's store can be asked, until the scheduler half knows.
         failures: Reports of failed loads so far.
+        saves_ended: The last step that, with all before it, has no save under way; None if there
+            is nothing new to say of it.
     """
 
     outcomes: dict[str, RequestOutcome] = field(default_factory=dict)
     lookup_ids: dict[int, str] = field(default_factory=dict)
     failures: int = 0
+    saves_ended: int | None = None
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> LMCacheWorkerMetadata:
         """Merges two ranks: what is stored or loaded is what all of them did."""
@@ -147,4 +154,8 @@ class LMCacheWorkerMetadata(KVConnectorWorkerMetadata):
                 min(mine.loaded_tokens, theirs.loaded_tokens),
             )
         lookup_ids = {**self.lookup_ids, **other.lookup_ids}
-        return LMCacheWorkerMetadata(merged, lookup_ids, max(self.failures, other.failures))
+        ended = (self.saves_ended, other.saves_ended)
+        # Whoever says nothing may have told before, or be at work still.
+        saves_ended = None if None in ended else min(step for step in ended if step is not None)
+        failures = max(self.failures, other.failures)
+        return LMCacheWorkerMetadata(merged, lookup_ids, failures, saves_ended)
