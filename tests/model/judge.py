@@ -15,6 +15,7 @@ from typing import Any
 from runner import Outcome, Pass, Sequence
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from world import BLOCK, CHUNK, GARBAGE_TOKEN, PagedMemory, stored_form
 
@@ -69,6 +70,8 @@ class Judge:
         self._open_answers: dict[str, tuple[int, int]] = {}
         self._promised: dict[str, Promise] = {}
         self._known_chunks: dict[tuple[str, bytes], bytes] = {}
+        # Ended requests whose blocks vLLM keeps until they are named.
+        self.kept: set[str] = set()
         # Chunks that a schedule has put in place of the connector's.
         self.foreign: dict[tuple[str, bytes], int] = {}
         # Exceptions that a schedule has raised in the connector, by the place that notes them.
@@ -125,8 +128,11 @@ class Judge:
         full = end == request.num_tokens - 1
         self._promised[request.request_id] = Promise(start, end, full, table)
 
-    def _finished(self, _: object, request: Request, __: object) -> None:
+    def _finished(self, answer: tuple[bool, object], request: Request, _: object) -> None:
         self._open_answers.pop(request.request_id, None)
+        if answer[0]:
+            self.kept.add(request.request_id)
+            self.seen["requests kept for their saves"] += 1
 
     def take_promises(self) -> dict[str, Promise]:
         """What the step that was just described is promised."""
@@ -227,6 +233,23 @@ class Judge:
                 require(known == bytes_of, "a key names one prefix", req.req_id, chunk)
                 self._check_chunk(pool, key)
 
+    def check_stored(self, keys: list[tuple[str, bytes]], pool: _native.LocalCpu) -> None:
+        """Chunks whose copies have just ended hold the KV of their prefix."""
+        for key in keys:
+            self._check_chunk(pool, key)
+
+    def check_sent(self, output: ModelRunnerOutput) -> None:
+        """Ended requests are named once, and only those that vLLM waits for."""
+        assert output.kv_connector_output is not None
+        sent = output.kv_connector_output.finished_sending or set()
+        stray = sent - self.kept
+        require(not stray, "only requests that vLLM waits for are named as sent", stray)
+        self.kept -= sent
+
+    def check_all_sent(self) -> None:
+        """None of them was forgotten."""
+        require(not self.kept, "requests that vLLM waits for are named as sent", self.kept)
+
     def _check_chunk(self, pool: _native.LocalCpu, key: tuple[str, bytes]) -> bool:
         """Whether the chunk is stored."""
         found = pool.get(*key)
@@ -255,7 +278,7 @@ class Judge:
         """No exception of ours was swallowed on the way, but those that a schedule has raised."""
         require(faults == self.raised, "no hook fails", dict(faults), dict(self.raised))
 
-    def check_leases(self, books: dict[str, int], num_undelivered: int) -> None:
+    def check_leases(self, books: dict[str, int], num_undelivered: int, is_idle: bool) -> None:
         """Leases are held for open answers and for promises on their way, and for nothing else."""
         expected = len(self._open_answers) + num_undelivered
         require(
@@ -264,7 +287,8 @@ class Judge:
             f"{books['leases']} leases for {expected} open answers",
         )
         require(expected > 0 or books["leased_bytes"] == 0, "leased bytes are those", books)
-        require(books["reserved_bytes"] == 0, "no step leaves memory reserved", books)
+        reserves = bool(books["reserved_bytes"])
+        require(not (reserves and is_idle), "memory is reserved for copies under way only", books)
 
     # --- at the end -----------------------------------------------------------------------------
 

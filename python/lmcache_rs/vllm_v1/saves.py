@@ -74,28 +74,29 @@ class BackgroundSaves:
         for _, req, transfer in self._under_way:
             if waits_for_all or req.req_id in fences.copied_first:
                 transfer.wait()
-        self._collect()
+        self.collect()
 
     def take_sent(self, metadata: LMCacheConnectorMetadata) -> set[str]:
         """Ended requests whose blocks no copy reads any more; each is named once."""
         # Taken out of the description, so that a hook called again names nobody again.
         awaited, metadata.fences.awaited = metadata.fences.awaited, set()
         self._awaited |= awaited
-        self._collect()
+        self.collect()
         busy = {req.req_id for _, req, _ in self._under_way}
         sent, self._awaited = self._awaited - busy, self._awaited & busy
         return sent
 
     def take_ended_step(self) -> int | None:
         """The last step that, with all before it, has no save under way; None if it was told."""
-        self._collect()
+        self.collect()
         ended = min((step for step, _, _ in self._under_way), default=self._last_step + 1) - 1
         if ended <= self._told_step:
             return None
         self._told_step = ended
         return ended
 
-    def _collect(self) -> None:
+    def collect(self) -> None:
+        """Counts what was done since the last call."""
         under_way = []
         for save in self._under_way:
             _, req, transfer = save

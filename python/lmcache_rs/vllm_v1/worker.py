@@ -391,6 +391,7 @@ class LMCacheWorkerHalf:
 
     def counters(self) -> dict[str, Any]:
         """What has happened since the start."""
+        self._saves.collect()
         return {**self._counts, "hashed_bytes": _native.hashed_bytes()}
 
     def memory_stats(self) -> Mapping[str, int]:
