@@ -235,7 +235,9 @@ class Engine:
 
     def _check_books(self) -> None:
         undelivered = sum(
-            req_id in self.scheduler.requests
+            # An ended one may keep blocks, but has given its lease back.
+            (request := self.scheduler.requests.get(req_id)) is not None
+            and not request.is_finished()
             for step in self._in_flight
             if step.outcome is None
             for req_id in step.promises

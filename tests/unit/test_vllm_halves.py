@@ -125,14 +125,10 @@ class Pair:
             self.worker.start_load_kv(metadata)
         self.worker.wait_for_save(metadata)
         if not self.saves_lag:
-            self.wait_for_copies()
+            self.worker._saves.wait()
         self.sent = self.worker.take_sent(metadata)
         self.failed = self.worker.take_failed_block_ids()
         self.outcome = self.worker.take_outcomes()
-
-    def wait_for_copies(self) -> None:
-        for _, _, transfer in self.worker._saves._under_way:
-            transfer.wait()
 
     def report(self) -> None:
         """What the scheduler half hears of it."""

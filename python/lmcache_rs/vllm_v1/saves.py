@@ -70,11 +70,14 @@ class BackgroundSaves:
     def hold_back(self, metadata: LMCacheConnectorMetadata) -> None:
         """Returns once no copy reads a block that the step may free, give away or write."""
         fences = metadata.fences
-        waits_for_all = self.has_windows or fences.copies_all_first
-        for _, req, transfer in self._under_way:
-            if waits_for_all or req.req_id in fences.copied_first:
-                transfer.wait()
+        self.wait(None if self.has_windows or fences.copies_all_first else fences.copied_first)
         self.collect()
+
+    def wait(self, req_ids: set[str] | None = None) -> None:
+        """Returns once the saves of these requests, or all, are done."""
+        for _, req, transfer in self._under_way:
+            if req_ids is None or req.req_id in req_ids:
+                transfer.wait()
 
     def take_sent(self, metadata: LMCacheConnectorMetadata) -> set[str]:
         """Ended requests whose blocks no copy reads any more; each is named once."""
