@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import collections
 import gc
+import random
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
 from judge import Judge, Promise, require
+from late import LateCopies
 from runner import Outcome, Runner
 from settings import Settings, kv_cache_config, vllm_config
 from transfers import Transfers
@@ -36,6 +38,19 @@ from lmcache_rs.vllm_v1.metadata import LMCacheConnectorMetadata
 
 init_none_hash(sha256)
 block_hasher = get_request_block_hasher(BLOCK, sha256)
+
+
+COPIES_GO_ON_BEFORE = (
+    "handle_preemptions",
+    "bind_connector_metadata",
+    "wait_for_save",
+    "get_transfer_results",
+    "build_connector_worker_meta",
+    "clear_connector_metadata",
+)
+"""Hooks of the worker; none while loads are watched, when the memory shows nothing."""
+MOST_LAST_STEPS = 200
+"""Until every request has ended and was named, without a new one."""
 
 
 def nothing(*_: object) -> None:
@@ -66,6 +81,7 @@ class Engine:
         before_loads: Called before the worker half hears of a step that promises loads.
         after_pass: Called between the execution of a step and the scheduler's update.
         declines: Whether vLLM takes up nothing of an answer, as when another connector's is better.
+        late: How late saves are done, and how often they fail; see `LateCopies`.
     """
 
     def __init__(
@@ -74,6 +90,7 @@ class Engine:
         before_loads: Callable[[Step], None] = nothing,
         after_pass: Callable[[], None] = nothing,
         declines: Callable[[], bool] = lambda: False,
+        late: tuple[random.Random, float, float] | None = None,
     ) -> None:
         self.settings = settings
         config, cache_config = vllm_config(settings), kv_cache_config(settings)
@@ -104,6 +121,9 @@ class Engine:
             self._block_table,
         )
         self.transfers = Transfers(self._store, self.memory, self.judge)
+        draw, lateness, failures = late or (random.Random(0), 0.0, 0.0)
+        self.late = LateCopies(self._store, draw, lateness, failures)
+        self.late.listen(worker, COPIES_GO_ON_BEFORE)
         self._let_decline(declines)
         self._before_loads = before_loads
         self._after_pass = after_pass
@@ -155,13 +175,14 @@ class Engine:
     def reset(self, *, preempt: bool) -> None:
         """The operator empties vLLM's own prefix cache; with `preempt`, whoever runs loses its KV.
 
-        vLLM does not take that while a step is under way whose blocks it must not free, or a
-        streamed prompt waits for its next piece.
+        vLLM does not take that while a step is under way whose blocks it must not free, an ended
+        request keeps blocks for its connector, or a streamed prompt waits for its next piece.
         """
         streamed = any(request.resumable for request in self.scheduler.requests.values())
         # Nor while a request holds blocks that wait for a load or, loaded, for their turn.
         loading = self.judge.waited_for or self.scheduler.kv_holding_waiting
-        preempt = preempt and not self._in_flight and not streamed and not loading
+        is_busy = bool(self._in_flight or self.judge.kept or streamed or loading)
+        preempt = preempt and not is_busy
         self.scheduler.reset_prefix_cache(reset_running_requests=preempt)
 
     # --- the loop -------------------------------------------------------------------------------
@@ -215,6 +236,8 @@ class Engine:
         self.judge.check_loads(step.promises, outcome, loading, self.pool)
         self.judge.check_reads(outcome.passes, step.reported_blocks())
         self.judge.check_saves(metadata, self.runner.sequences, self.pool)
+        self.judge.check_stored(self.late.take_ended_keys(), self.pool)
+        self.judge.check_sent(outcome.output)
 
     def _update(self, step: Step) -> None:
         assert step.outcome is not None
@@ -234,6 +257,7 @@ class Engine:
     def _check_books(self) -> None:
         requests = self.scheduler.requests
         undelivered = sum(
+            # An ended one may keep blocks, but has given its lease back.
             req_id in requests and not requests[req_id].is_finished()
             for step in self._in_flight
             if step.outcome is None
@@ -242,9 +266,20 @@ class Engine:
         if not self.settings.shelf:
             # Tiers have threads of their own: what those hold is looked at in the end.
             loading = len(self.transfers.not_over())
-            self.judge.check_leases(self.worker.memory_stats(), undelivered, loading)
+            books = self.worker.memory_stats()
+            self.judge.check_leases(books, undelivered, loading, self.late.is_idle)
+        self._check_blocks()
         worker, scheduler = self.worker._manager.faults, self.connector._manager.faults
-        self.judge.check_faults(worker.counts + scheduler.counts)
+        raised = collections.Counter({"wait_for_save": self.late.num_failed})
+        self.judge.check_faults(worker.counts + scheduler.counts - raised)
+
+    def _check_blocks(self) -> None:
+        """A block is somebody's while a copy reads it, or the next step is held back for it."""
+        if self.settings.window or any(step.outcome is None for step in self._in_flight):
+            return
+        blocks = self.scheduler.kv_cache_manager.block_pool.blocks
+        given_away = {block for block in self.late.blocks if not blocks[block].ref_cnt}
+        require(not given_away, "no block is free while a copy reads it", given_away)
 
     # --- the end --------------------------------------------------------------------------------
 
@@ -252,8 +287,12 @@ class Engine:
         """Ends all requests as vLLM does, without a new one, and checks what is left."""
         for req_id in list(self.scheduler.requests):
             self.abort(req_id)
-        while self.scheduler.has_requests() or self._in_flight:
+        for _ in range(MOST_LAST_STEPS):
+            if not (self.scheduler.has_requests() or self._in_flight):
+                break
             self.step()
+        self.judge.check_all_sent()
+        require(not self.scheduler.has_requests(), "every request ends")
         half = self.connector._manager.scheduler
         assert half is not None
         left = half.counters()["tracked_requests"], len(half._finished)

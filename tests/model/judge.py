@@ -15,6 +15,7 @@ from typing import Any
 from runner import Outcome, Pass, Sequence
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from world import BLOCK, CHUNK, GARBAGE_TOKEN, PagedMemory, stored_form
 
@@ -91,6 +92,8 @@ class Judge:
         # Loads that the worker half was told of and that are not said to be over.
         self.waited_for: dict[str, Promise] = {}
         self._known_chunks: dict[tuple[str, bytes], bytes] = {}
+        # Ended requests whose blocks vLLM keeps until they are named.
+        self.kept: set[str] = set()
         # Chunks that a schedule has put in place of the connector's.
         self.foreign: dict[tuple[str, bytes], int] = {}
         # Exceptions that a schedule has raised in the connector, by the place that notes them.
@@ -152,8 +155,11 @@ class Judge:
         last_is_computed = end == request.num_tokens - 1 and end % BLOCK > 0
         self._promised[request.request_id] = Promise(start, end, last_is_computed, table, is_async)
 
-    def _finished(self, _: object, request: Request, __: object) -> None:
+    def _finished(self, answer: tuple[bool, object], request: Request, _: object) -> None:
         self._open_answers.pop(request.request_id, None)
+        if answer[0]:
+            self.kept.add(request.request_id)
+            self.seen["requests kept for their saves"] += 1
 
     def take_promises(self) -> dict[str, Promise]:
         """What the step that was just described is promised."""
@@ -294,6 +300,23 @@ class Judge:
                 require(known == bytes_of, "a key names one prefix", req.req_id, chunk)
                 self._check_chunk(pool, key)
 
+    def check_stored(self, keys: list[tuple[str, bytes]], pool: _native.LocalCpu) -> None:
+        """Chunks whose copies have just ended hold the KV of their prefix."""
+        for key in keys:
+            self._check_chunk(pool, key)
+
+    def check_sent(self, output: ModelRunnerOutput) -> None:
+        """Ended requests are named once, and only those that vLLM waits for."""
+        assert output.kv_connector_output is not None
+        sent = output.kv_connector_output.finished_sending or set()
+        stray = sent - self.kept
+        require(not stray, "only requests that vLLM waits for are named as sent", stray)
+        self.kept -= sent
+
+    def check_all_sent(self) -> None:
+        """None of them was forgotten."""
+        require(not self.kept, "requests that vLLM waits for are named as sent", self.kept)
+
     def _check_chunk(self, pool: _native.LocalCpu, key: tuple[str, bytes]) -> bool:
         """Whether the chunk is stored."""
         found = pool.get(*key)
@@ -322,7 +345,9 @@ class Judge:
         """No exception of ours was swallowed on the way, but those that a schedule has raised."""
         require(faults == self.raised, "no hook fails", dict(faults), dict(self.raised))
 
-    def check_leases(self, books: dict[str, int], num_undelivered: int, num_loading: int) -> None:
+    def check_leases(
+        self, books: dict[str, int], num_undelivered: int, num_loading: int, is_idle: bool
+    ) -> None:
         """Leases are held for open answers and for promises on their way, and for nothing else."""
         expected = len(self._open_answers) + num_undelivered
         require(
@@ -332,7 +357,8 @@ class Judge:
         )
         held = expected + num_loading
         require(held > 0 or books["leased_bytes"] == 0, "leased bytes are those", books)
-        require(books["reserved_bytes"] == 0, "no step leaves memory reserved", books)
+        reserves = bool(books["reserved_bytes"])
+        require(not (reserves and is_idle), "memory is reserved for copies under way only", books)
 
     # --- at the end -----------------------------------------------------------------------------
 

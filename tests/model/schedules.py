@@ -111,13 +111,18 @@ class Schedule:
         self._drains = draw.random() < 0.5
         self._texts = [self._tokens(MAX_MODEL_LEN) for _ in range(draw.choice((1, 1, 2)))]
         self._identities = draw.sample(IDENTITIES, draw.choice((1, 1, 2, 3)))
+        # Drawn apart, so that a seed means the same with and without.
+        late = random.Random(f"late {seed}")
+        self._late = late, late.choice((0.0, 0.5, 0.9, 0.98, 1.0)), late.choice((0.0, 0.0, 0.1))
         self._num_requests = 0
         self._has_failed = False
         self.log: list[str] = []
 
     def run(self) -> Engine:
         """Runs it and checks it; the engine, closed, for what it has seen."""
-        engine = Engine(self.settings, self._fail_loads, self._abort_some, self._declines)
+        engine = Engine(
+            self.settings, self._fail_loads, self._abort_some, self._declines, self._late
+        )
         self._engine = engine
         self._delay_lookups()
         self._choose_loads()

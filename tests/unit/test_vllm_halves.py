@@ -44,6 +44,8 @@ class Pair:
     settings: dict[str, object] = field(default_factory=dict)
     kv_role: str = "kv_both"
     pool_chunks: int = 64
+    # Whether a step's saves may go on behind it; if not, they are done when `step` returns.
+    saves_lag: bool = False
     # Set by `mode`: everything here holds in bulk and layer by layer.
     use_layerwise: ClassVar[bool] = False
 
@@ -111,6 +113,7 @@ class Pair:
 
     def execute(self, metadata: LMCacheConnectorMetadata) -> None:
         """What the worker half makes of it."""
+        self.worker.handle_preemptions(metadata)
         loads = any(req.load_spec for req in metadata.requests)
         # As vLLM does: behind the forward pass, where nothing must come before it.
         if loads or metadata.unloadable_block_ids:
@@ -121,13 +124,20 @@ class Pair:
         if not loads and not metadata.unloadable_block_ids:
             self.worker.start_load_kv(metadata)
         self.worker.wait_for_save(metadata)
+        if not self.saves_lag:
+            self.worker._saves.wait()
+        self.sent = self.worker.take_sent(metadata)
         self.failed = self.worker.take_failed_block_ids()
         self.outcome = self.worker.take_outcomes()
 
     def report(self) -> None:
         """What the scheduler half hears of it."""
         self.scheduler.update_connector_output(
-            KVConnectorOutput(kv_connector_worker_meta=self.outcome, invalid_block_ids=self.failed)
+            KVConnectorOutput(
+                finished_sending=self.sent,
+                kv_connector_worker_meta=self.outcome,
+                invalid_block_ids=self.failed,
+            )
         )
 
     def step(

@@ -322,6 +322,7 @@ def test_a_pass_that_raised_saves_nothing(
             run(metadata, None)
     else:
         run(metadata, None)
+    pair.worker._saves.wait()
     assert pair.worker.counters()["stored_chunks"] == 2
     pair.close()
 

@@ -130,6 +130,7 @@ class ProbeConnector(LMCacheConnectorV1Dynamic):
         if not targets:
             super().start_load_kv(forward_context, **kwargs)
             return
+        self._wait_for_copies()
         # What the blocks hold now may be right by chance: a block freed a moment ago.
         self.fill_with_noise([target.block_id for target in targets])
         before = [layer.clone() for layer in self.layers]
@@ -179,6 +180,7 @@ class ProbeConnector(LMCacheConnectorV1Dynamic):
     @torch.inference_mode()
     def poison(self, seed: int) -> int:
         """Overwrites every block of the engine's KV memory; returns the bytes written."""
+        self._wait_for_copies()
         generator = torch.Generator().manual_seed(seed)
         written = 0
         for layer in self.layers:
@@ -188,6 +190,7 @@ class ProbeConnector(LMCacheConnectorV1Dynamic):
 
     def report(self) -> dict[str, Any]:
         """What was seen since the last report, and the connector's own accounts."""
+        self._wait_for_copies()
         seen = {
             "probe": dict(self.totals),
             "details": self.details[:10],
@@ -202,6 +205,12 @@ class ProbeConnector(LMCacheConnectorV1Dynamic):
         return seen
 
     # How it is done.
+
+    def _wait_for_copies(self) -> None:
+        """Saves go on behind their step, and read what is to be spoiled here."""
+        worker = self._manager.worker
+        if worker is not None:
+            worker._saves.wait()
 
     def _key(self, request: Any, chunk: int) -> Key:
         start = chunk * HASH_BYTES

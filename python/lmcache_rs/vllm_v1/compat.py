@@ -167,6 +167,15 @@ def layer_names_of(kv_cache_config: KVCacheConfig) -> list[str]:
     return list(kv_cache_config.kv_cache_groups[0].layer_names)
 
 
+def has_windows(kv_cache_config: KVCacheConfig) -> bool:
+    """Whether requests may lose blocks while they live, which the engine tells nobody.
+
+    By exact type: of what is not known it is to be expected.
+    """
+    spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+    return type(spec) not in (FullAttentionSpec, MLAAttentionSpec)
+
+
 def block_bytes_of(kv_cache_config: KVCacheConfig) -> int:
     """Bytes of one block of one layer, as the engine declares them."""
     return int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.page_size_bytes)

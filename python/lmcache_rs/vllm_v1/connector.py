@@ -99,6 +99,25 @@ class LMCacheConnectorV1Dynamic(KVConnectorBase_V1):
         """Takes in the engine's KV tensors. Stops the start where they cannot be served rightly."""
         self._manager.register_kv_caches(kv_caches)
 
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """Returns once no copy of an earlier step reads a block that this step may overwrite."""
+        worker = self._manager.worker
+        if worker is not None and isinstance(kv_connector_metadata, LMCacheConnectorMetadata):
+            self._guard(
+                "handle_preemptions",
+                None,
+                lambda: worker.handle_preemptions(kv_connector_metadata),
+            )
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Ended requests whose saves are done, of those that vLLM keeps blocks for."""
+        worker, metadata = self._manager.worker, self._bound_metadata()
+        if metadata is None:
+            return None, None
+        # With nobody to save, nothing is under way.
+        sent = metadata.fences.awaited if worker is None else worker.take_sent(metadata)
+        return sent or None, None
+
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Loads the step's promises."""
         worker, metadata = self._manager.worker, self._bound_metadata()
@@ -254,11 +273,17 @@ class LMCacheConnectorV1Dynamic(KVConnectorBase_V1):
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Forgets the request. Its blocks may be freed at once: saves are done in their step."""
+        """Forgets the request; whether vLLM keeps its blocks until its saves are done."""
         half = self._manager.scheduler
-        if half is not None:
-            self._guard("request_finished", None, lambda: half.request_finished(request))
-        return False, None
+        if half is None:
+            return False, None
+        keeps = self._guard("request_finished", False, lambda: half.request_finished(request))
+        return keeps, None
+
+    def has_pending_block_frees(self) -> bool:
+        """Whether blocks of ended requests come back by themselves, as soon as they are saved."""
+        half = self._manager.scheduler
+        return half is not None and half.is_awaiting_saves
 
     def reset_cache(self) -> bool | None:
         """Forgets all that is stored. vLLM asks its scheduler's half alone."""

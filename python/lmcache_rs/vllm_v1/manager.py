@@ -128,6 +128,7 @@ class LMCacheManager:
                 tensors,
                 compat.block_bytes_of(self._kv_cache_config),
                 compat.layer_names_of(self._kv_cache_config),
+                has_windows=compat.has_windows(self._kv_cache_config),
             )
         except LayoutError as error:
             raise compat.UnsupportedEngineError(

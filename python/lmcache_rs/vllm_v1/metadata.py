@@ -12,6 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from lmcache_rs.lookup import Rank
 from lmcache_rs.vllm_v1.prefetches import PrefetchOrders
+from lmcache_rs.vllm_v1.saves import SaveFences
 
 NULL_BLOCK = 0
 """vLLM's placeholder in a block table: it holds no KV."""
@@ -86,6 +87,7 @@ class LMCacheConnectorMetadata(KVConnectorMetadata):
         lookup_ids: The workers' stores that the scheduler half knows.
         failures_seen: The worker's reports of failed loads that the scheduler half has taken in.
         prefetches: What is to be brought from lower tiers, and what is not needed any more.
+        fences: Which saves of earlier steps are waited for, and by whom.
     """
 
     engine_start: str
@@ -94,6 +96,7 @@ class LMCacheConnectorMetadata(KVConnectorMetadata):
     lookup_ids: dict[Rank, str] = field(default_factory=dict)
     failures_seen: int = 0
     prefetches: PrefetchOrders | None = None
+    fences: SaveFences = field(default_factory=SaveFences)
 
     def promised_block_ids(self, block_tokens: int) -> set[int]:
         """Every block that is to hold loaded tokens when the step computes."""
@@ -144,6 +147,8 @@ class LMCacheWorkerMetadata(KVConnectorWorkerMetadata):
         load_bytes_per_second: How fast bytes get into the engine's blocks; 0 while unknown.
         has_lower_tiers: Whether there are tiers below host memory.
         prefetched: Requests whose chunks have been brought from there, as far as they are there.
+        saves_ended: The last step that, with all before it, has no save under way; None if there
+            is nothing new to say of it.
     """
 
     outcomes: dict[str, RequestOutcome] = field(default_factory=dict)
@@ -152,6 +157,7 @@ class LMCacheWorkerMetadata(KVConnectorWorkerMetadata):
     load_bytes_per_second: float = 0.0
     has_lower_tiers: bool = False
     prefetched: set[str] = field(default_factory=set)
+    saves_ended: int | None = None
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> LMCacheWorkerMetadata:
         """Merges two ranks: what is stored or loaded is what all of them did."""
@@ -167,12 +173,14 @@ class LMCacheWorkerMetadata(KVConnectorWorkerMetadata):
         lookup_ids = {**self.lookup_ids, **other.lookup_ids}
         # The slowest rank is waited for.
         speeds = [self.load_bytes_per_second, other.load_bytes_per_second]
-        speed = min((speed for speed in speeds if speed), default=0.0)
+        ended = (self.saves_ended, other.saves_ended)
         return LMCacheWorkerMetadata(
             merged,
             lookup_ids,
             max(self.failures, other.failures),
-            speed,
-            self.has_lower_tiers or other.has_lower_tiers,
-            self.prefetched | other.prefetched,
+            load_bytes_per_second=min((speed for speed in speeds if speed), default=0.0),
+            has_lower_tiers=self.has_lower_tiers or other.has_lower_tiers,
+            prefetched=self.prefetched | other.prefetched,
+            # Whoever says nothing may have told before, or be at work still.
+            saves_ended=None if None in ended else min(step for step in ended if step is not None),
         )

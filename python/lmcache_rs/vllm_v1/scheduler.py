@@ -33,6 +33,7 @@ from lmcache_rs.vllm_v1.metadata import (
     SaveSpec,
 )
 from lmcache_rs.vllm_v1.prefetches import AskedPrefetches
+from lmcache_rs.vllm_v1.saves import SaveFences
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -62,6 +63,7 @@ class RequestTracker:
         extra_keys: What besides the tokens enters the chain.
         saved_tokens: Tokens handed to the worker for saving, or loaded from the store.
         computed_tokens: Tokens computed after the last step.
+        last_save_step: The last step whose saves may go on behind it; 0 if there is none.
         load_spec: A promise made to the scheduler and not yet given to the worker.
         granted_block_ids: The block table at the moment blocks were granted for that promise.
     """
@@ -75,6 +77,7 @@ class RequestTracker:
     extra_keys: compat.ExtraKeys | NoExtraKeys
     saved_tokens: int = 0
     computed_tokens: int = 0
+    last_save_step: int = 0
     load_spec: LoadSpec | None = None
     granted_block_ids: list[int] = field(default_factory=list)
     local_tokens: int = 0
@@ -135,8 +138,15 @@ class LMCacheSchedulerHalf:
         self._saves = kv_role != "kv_consumer"
         self._saves_all = kv_role == "kv_producer"
         self._trackers: dict[str, RequestTracker] = {}
-        # Finished in this step; their last outcome is still on its way from the workers.
+        # Finished; their last outcome is still on its way from the workers.
         self._finished: dict[str, RequestTracker] = {}
+        # Layer by layer, saves are done in their step.
+        self._saves_lag = not config.use_layerwise
+        # The step described last, and the last one with no save under way, nor before it.
+        self._step, self._saves_ended = 0, 0
+        # Ended requests that the worker half is to be asked about, and all that vLLM waits for.
+        self._to_ask: set[str] = set()
+        self._awaited: set[str] = set()
         # Until every worker has said where its store is, no request has a hit.
         self._client: lookup.LookupClient | None = None
         self._ranks = frozenset(ranks)
@@ -244,7 +254,10 @@ class LMCacheSchedulerHalf:
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> LMCacheConnectorMetadata:
         """What the worker half loads before and saves after this step."""
         metadata = LMCacheConnectorMetadata(
-            self._engine_start, lookup_ids=self._lookup_ids, failures_seen=self._failures_seen
+            self._engine_start,
+            lookup_ids=self._lookup_ids,
+            failures_seen=self._failures_seen,
+            fences=self._fences(scheduler_output),
         )
         if self._prefetches is not None:
             metadata.prefetches = self._prefetches.take_orders()
@@ -269,7 +282,9 @@ class LMCacheSchedulerHalf:
             try:
                 block_ids = compat.block_table(scheduler_output, req_id) or block_ids
                 drafts = len(scheduler_output.scheduled_spec_decode_tokens.get(req_id, ()))
-                req = self._describe(tracker, load_spec, block_ids, num_scheduled - drafts)
+                req = self._describe(
+                    tracker, load_spec, block_ids, num_scheduled - drafts, metadata.fences
+                )
             except Exception as error:
                 self.faults.note("build_connector_meta", error)
                 if load_spec is not None:
@@ -284,6 +299,8 @@ class LMCacheSchedulerHalf:
             tables = {req_id: compat.block_table(scheduler_output, req_id) for req_id in step}
         self._last_tables.append((loads, tables))
         self._load_choice.begin_step(others_run=bool(step))
+        # It is on its way to the worker half only from here on.
+        self._to_ask -= metadata.fences.awaited
         return metadata
 
     def _describe_async_load(self, tracker: RequestTracker, spec: LoadSpec) -> ReqMeta:
@@ -308,12 +325,27 @@ class LMCacheSchedulerHalf:
             load_spec=spec,
         )
 
+    def _fences(self, scheduler_output: SchedulerOutput) -> SaveFences:
+        """What saves of earlier steps have to do with this step."""
+        self._step += 1
+        preempted = set(scheduler_output.preempted_req_ids or ())
+        for req_id in preempted:
+            if (tracker := self._trackers.get(req_id)) is not None:
+                # When the step begins they are done.
+                tracker.last_save_step = 0
+        copied_first = preempted
+        if not scheduler_output.num_scheduled_tokens:
+            # Nothing is held up, and vLLM would only come back for them again and again.
+            copied_first = preempted | self._awaited
+        return SaveFences(self._step, copied_first, awaited=set(self._to_ask))
+
     def _describe(
         self,
         tracker: RequestTracker,
         load_spec: LoadSpec | None,
         block_ids: list[int],
         num_new_tokens: int,
+        fences: SaveFences,
     ) -> ReqMeta | None:
         chunk_size = self._chunk_size
         computed = tracker.request.num_computed_tokens + num_new_tokens
@@ -324,6 +356,8 @@ class LMCacheSchedulerHalf:
             # A failed load or a preemption took tokens back: they are computed, and saved, again.
             valid = tracker.request.num_computed_tokens // chunk_size * chunk_size
             tracker.saved_tokens = min(tracker.saved_tokens, valid)
+            # What others have saved of these blocks is written anew, too.
+            fences.copies_all_first = True
         tracker.computed_tokens = computed
         save_end = self._save_end(tracker, computed, block_ids)
         save_spec = None
@@ -331,6 +365,7 @@ class LMCacheSchedulerHalf:
             skip = 0 if self._saves_all else tracker.saved_tokens
             save_spec = SaveSpec(skip_leading_tokens=skip, can_save=True)
             tracker.saved_tokens = save_end
+            tracker.last_save_step = self._step if self._saves_lag else 0
         if load_spec is None and save_spec is None:
             return None
         load_end = 0 if load_spec is None else load_spec.lmcache_cached_tokens
@@ -397,6 +432,7 @@ class LMCacheSchedulerHalf:
         outcome = connector_output.kv_connector_worker_meta
         if isinstance(outcome, LMCacheWorkerMetadata):
             self._failures_seen = outcome.failures
+            self._saves_ended = max(self._saves_ended, outcome.saves_ended or 0)
             self._find_workers(outcome)
             self._load_choice.measured(outcome.load_bytes_per_second)
             if self._prefetches is not None:
@@ -406,6 +442,7 @@ class LMCacheSchedulerHalf:
                 if tracker is not None:
                     tracker.stored_tokens += of_request.stored_tokens
                 self._counts["hit_tokens"] += of_request.loaded_tokens
+        self._awaited -= connector_output.finished_sending or set()
         self._log_finished()
 
     def _find_workers(self, outcome: LMCacheWorkerMetadata) -> None:
@@ -451,17 +488,37 @@ class LMCacheSchedulerHalf:
         if self._evict_blocks is not None:
             self._evict_blocks(failed)
 
-    def request_finished(self, request: Request) -> None:
-        """Forgets the request, whatever its state; its lease goes back."""
-        self._end_lookup(request.request_id, release=True)
-        if self._prefetches is not None:
-            self._prefetches.end(request.request_id)
-        tracker = self._trackers.pop(request.request_id, None)
+    def request_finished(self, request: Request) -> bool:
+        """Forgets the request, whatever its state; its lease goes back.
+
+        Whether a save of it may be under way: vLLM then keeps its blocks until the worker half says
+        that there is none.
+        """
+        req_id = request.request_id
+        tracker = self._trackers.pop(req_id, None)
+        awaits = tracker is not None and tracker.last_save_step > self._saves_ended
         if tracker is not None:
-            self._finished[request.request_id] = tracker
+            self._finished[req_id] = tracker
+        if awaits:
+            self._to_ask.add(req_id)
+            self._awaited.add(req_id)
+        if self._prefetches is not None:
+            self._prefetches.end(req_id)
+        try:
+            self._end_lookup(req_id, release=True)
+        except Exception as error:
+            self.faults.note("request_finished", error)
+        return awaits
+
+    @property
+    def is_awaiting_saves(self) -> bool:
+        """Whether vLLM keeps blocks of ended requests until they are saved."""
+        return bool(self._awaited)
 
     def _log_finished(self) -> None:
-        for req_id, tracker in self._finished.items():
+        done = [req_id for req_id in self._finished if req_id not in self._awaited]
+        for req_id in done:
+            tracker = self._finished.pop(req_id)
             if not self._config.log_requests or not self._may_log():
                 continue
             compat.logger.info(
@@ -474,7 +531,6 @@ class LMCacheSchedulerHalf:
                 tracker.stored_tokens,
                 (time.monotonic() - tracker.first_seen) * 1e3,
             )
-        self._finished.clear()
 
     def _may_log(self) -> bool:
         now = time.monotonic()

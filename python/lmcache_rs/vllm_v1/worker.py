@@ -1,10 +1,11 @@
 """The worker half: moves KV between the engine's blocks and the store.
 
 Lives beside the model and owns the bytes. In bulk mode a step's loads are done before its forward
-pass and its saves after it, both before the hook returns, so that no block is touched while vLLM
-may use it. Loads that requests wait for (`loads`) run beside the steps, into blocks that nobody
-else uses. Layer by layer (`use_layerwise`) they run beside the forward pass, each layer's load
-done before its attention and its save behind it; the last hook of the step ends them.
+pass, so that no block is touched while vLLM may use it; its saves are handed over after it and go
+on behind the step (saves.py). Loads that requests wait for (loads.py) run beside the steps, into
+blocks that nobody else uses. Layer by layer (`use_layerwise`) loads and saves run beside the
+forward pass, each layer's load done before its attention and its save behind it; the last hook of
+the step ends them.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from lmcache_rs.vllm_v1.metadata import (
     failed_blocks,
 )
 from lmcache_rs.vllm_v1.prefetches import RunningPrefetches
+from lmcache_rs.vllm_v1.saves import BackgroundSaves
 
 if TYPE_CHECKING:
     import torch
@@ -97,6 +99,7 @@ class LMCacheWorkerHalf:
         self._layers: dict[str, int] = {}
         self._step: layerwise.LayerwiseStep | None = None
         self._copier: _native.Copier | None = None
+        self._saves = BackgroundSaves(faults, self._count_stored)
         self._counts = dict.fromkeys(
             (
                 "stored_chunks",
@@ -114,11 +117,17 @@ class LMCacheWorkerHalf:
     # --- start-up ---------------------------------------------------------------------------
 
     def register_kv_caches(
-        self, tensors: list[torch.Tensor], block_bytes: int, layer_names: Sequence[str] = ()
+        self,
+        tensors: list[torch.Tensor],
+        block_bytes: int,
+        layer_names: Sequence[str] = (),
+        *,
+        has_windows: bool = False,
     ) -> None:
         """Makes the pool, registers the engine's tensors, and opens for lookups.
 
-        `layer_names` are the tensors' names in the hooks that go layer by layer.
+        `layer_names` are the tensors' names in the hooks that go layer by layer; `has_windows` says
+        whether requests may lose blocks while they live.
 
         Raises:
             PoolTooSmallError, MemoryError, OSError: The cache cannot serve; the engine can.
@@ -152,6 +161,7 @@ class LMCacheWorkerHalf:
         self._engine = engine
         self._add_tiers(engine)
         self._layers = {name: layer for layer, name in enumerate(layer_names)}
+        self._saves.has_windows = has_windows
 
     def _add_tiers(self, engine: LMCacheEngine) -> None:
         for name, made_by in self._config.storage_backends.items():
@@ -208,6 +218,18 @@ class LMCacheWorkerHalf:
         return self._engine is not None and self._engine.is_healthy()
 
     # --- the step -----------------------------------------------------------------------------
+
+    def handle_preemptions(self, metadata: LMCacheConnectorMetadata) -> None:
+        """Returns once no copy of an earlier step reads what the step may overwrite."""
+        if metadata.engine_start == self._engine_start:
+            self._saves.hold_back(metadata)
+
+    def take_sent(self, metadata: LMCacheConnectorMetadata) -> set[str]:
+        """Ended requests that vLLM keeps blocks for and whose saves are done; each once."""
+        if metadata.engine_start != self._engine_start:
+            # None of their saves was ever ours, and nobody else's request is this engine's.
+            return metadata.fences.awaited
+        return self._saves.take_sent(metadata)
 
     def start_load_kv(self, metadata: LMCacheConnectorMetadata) -> None:
         """Loads what the step's requests were promised; what fails is reported in the same step."""
@@ -349,7 +371,7 @@ class LMCacheWorkerHalf:
             step.save_layer(layer)
 
     def wait_for_save(self, metadata: LMCacheConnectorMetadata) -> None:
-        """Saves what the step computed; its loads and saves are done when this returns."""
+        """Saves what the step computed: in bulk mode the copies are handed over, else done."""
         if metadata.engine_start != self._engine_start:
             return
         step = self._step_of(metadata)
@@ -362,8 +384,10 @@ class LMCacheWorkerHalf:
                 for req, stored in step.commit():
                     self._count_stored(req, stored)
             else:
-                self._save_all(saves)
+                self._save_all(saves, metadata.fences.step)
         finally:
+            if saves:
+                self._saves.note_step(metadata.fences.step)
             if step is not None:
                 step.close()
 
@@ -373,6 +397,7 @@ class LMCacheWorkerHalf:
         self._finish_loads(step)
         if step is not None:
             step.close()
+        self._saves.note_step(metadata.fences.step)
         self._counts["dropped_saves"] += sum(
             req.save_spec is not None and req.save_spec.can_save for req in metadata.requests
         )
@@ -415,23 +440,23 @@ class LMCacheWorkerHalf:
             if loaded.end < planned.end:
                 self._record_failed_blocks(req, loaded.end)
 
-    def _save_all(self, saves: list[ReqMeta]) -> None:
+    def _save_all(self, saves: list[ReqMeta], step: int) -> None:
         for req in saves:
             try:
-                self._save(req)
+                self._save(req, step)
             except Exception as error:
                 self._faults.note("wait_for_save", error)
 
-    def _save(self, req: ReqMeta) -> None:
+    def _save(self, req: ReqMeta, step: int) -> None:
         if self._engine is None or not self._engine.is_healthy():
             return
         num_chunks = req.num_tokens // self._config.chunk_size
         # From chunk 0 on, not from what is known to be stored: what was evicted since is stored
         # anew, or the chunks behind it could not be reached.
-        stored = self._engine.store_chunks(
+        transfer = self._engine.begin_store_chunks(
             req.namespace, req.hashes[: num_chunks * HASH_BYTES], req.block_ids
         )
-        self._count_stored(req, stored)
+        self._saves.add(step, req, transfer)
 
     def _count_stored(self, req: ReqMeta, stored: Stored) -> None:
         self._outcome(req.req_id).stored_tokens += stored.tokens
@@ -470,18 +495,21 @@ class LMCacheWorkerHalf:
 
     def take_outcomes(self) -> LMCacheWorkerMetadata | None:
         """What was stored and loaded since the last call, by request."""
+        saves_ended = self._saves.take_ended_step()
         outcomes, self._outcomes = self._outcomes, {}
         lookup_ids = {} if self._is_known or self._engine is None else {self._rank: self._lookup_id}
         prefetched = set() if self._prefetches is None else self._prefetches.take_done()
-        if not outcomes and not lookup_ids and not self._failures and not prefetched:
+        is_news = outcomes or lookup_ids or self._failures or prefetched
+        if not is_news and saves_ended is None:
             return None
         return LMCacheWorkerMetadata(
             outcomes,
             lookup_ids,
             self._failures,
-            self._load_speed.bytes_per_second,
+            load_bytes_per_second=self._load_speed.bytes_per_second,
             has_lower_tiers=self._prefetches is not None,
             prefetched=prefetched,
+            saves_ended=saves_ended,
         )
 
     def _outcome(self, req_id: str) -> RequestOutcome:
@@ -491,6 +519,7 @@ class LMCacheWorkerHalf:
 
     def counters(self) -> dict[str, Any]:
         """What has happened since the start."""
+        self._saves.collect()
         return {**self._counts, "hashed_bytes": _native.hashed_bytes()}
 
     def memory_stats(self) -> Mapping[str, int]:
