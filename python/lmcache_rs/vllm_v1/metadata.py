@@ -10,6 +10,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from lmcache_rs.vllm_v1.events import RankReport
+
 NULL_BLOCK = 0
 """vLLM's placeholder in a block table: it holds no KV."""
 
@@ -129,11 +131,13 @@ class LMCacheWorkerMetadata(KVConnectorWorkerMetadata):
         outcomes: What was stored and loaded, by request id.
         lookup_ids: Where each rank's store can be asked, until the scheduler half knows.
         failures: Reports of failed loads so far.
+        event_reports: What ranks stored and gave up, where no other channel carries it.
     """
 
     outcomes: dict[str, RequestOutcome] = field(default_factory=dict)
     lookup_ids: dict[int, str] = field(default_factory=dict)
     failures: int = 0
+    event_reports: list[RankReport] = field(default_factory=list)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> LMCacheWorkerMetadata:
         """Merges two ranks: what is stored or loaded is what all of them did."""
@@ -147,4 +151,9 @@ class LMCacheWorkerMetadata(KVConnectorWorkerMetadata):
                 min(mine.loaded_tokens, theirs.loaded_tokens),
             )
         lookup_ids = {**self.lookup_ids, **other.lookup_ids}
-        return LMCacheWorkerMetadata(merged, lookup_ids, max(self.failures, other.failures))
+        return LMCacheWorkerMetadata(
+            merged,
+            lookup_ids,
+            max(self.failures, other.failures),
+            self.event_reports + other.event_reports,
+        )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import collections
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from lmcache_rs.config import LMCacheEngineConfig, LMCacheMetadata
+    from lmcache_rs.vllm_v1.events import KVEventStream
     from lmcache_rs.vllm_v1.faults import Faults
 
 LOG_LINES_PER_SECOND = 20
@@ -77,6 +78,8 @@ class RequestTracker:
     local_tokens: int = 0
     external_tokens: int = 0
     stored_tokens: int = 0
+    # Of the last lookup, until the request is admitted.
+    asked_tokens: int = 0
     first_seen: float = field(default_factory=time.monotonic)
 
     def extend_chain(self, num_tokens: int, chunk_size: int) -> None:
@@ -135,7 +138,15 @@ class LMCacheSchedulerHalf:
         self._last_tables = collections.deque(maxlen=STEPS_IN_FLIGHT)
         self._log_allowance = float(LOG_LINES_PER_SECOND)
         self._log_time = time.monotonic()
-        self._counts = {"hit_tokens": 0, "promised_tokens": 0, "bypassed_requests": 0}
+        self.counts = {
+            "requested_tokens": 0,
+            "promised_tokens": 0,
+            "hit_tokens": 0,
+            "stored_tokens": 0,
+            "bypassed_requests": 0,
+        }
+        # Set where vLLM publishes what the cache holds.
+        self.event_stream: KVEventStream | None = None
         self.faults = faults
 
     # --- lookup -------------------------------------------------------------------------------
@@ -150,8 +161,10 @@ class LMCacheSchedulerHalf:
         tracker = self._track(request, is_lookup=True)
         tracker.load_spec = None
         tracker.local_tokens = num_computed_tokens
+        tracker.asked_tokens = 0
         if not self._loads or tracker.namespace is None or request.skip_reading_prefix_cache:
             return 0, False
+        tracker.asked_tokens = request.num_tokens - num_computed_tokens
         if request.num_tokens - 1 - num_computed_tokens < self._config.min_retrieve_tokens:
             return self._promise_nothing(request.request_id)
         tracker.extend_chain(request.num_tokens, self._chunk_size)
@@ -186,6 +199,8 @@ class LMCacheSchedulerHalf:
         """Blocks were granted: the load goes ahead, or, with 0 tokens, is off."""
         req_id = request.request_id
         tracker = self._track(request)
+        self.counts["requested_tokens"] += tracker.asked_tokens
+        tracker.asked_tokens = 0
         if num_external_tokens == 0:
             tracker.load_spec = None
             self._end_lookup(req_id, release=True)
@@ -198,7 +213,7 @@ class LMCacheSchedulerHalf:
         tracker.load_spec = spec
         tracker.granted_block_ids = compat.granted_block_ids(blocks)
         tracker.external_tokens = num_external_tokens
-        self._counts["promised_tokens"] += num_external_tokens
+        self.counts["promised_tokens"] += num_external_tokens
         self._end_lookup(req_id, release=False)
 
     # --- the step -----------------------------------------------------------------------------
@@ -263,6 +278,8 @@ class LMCacheSchedulerHalf:
         if load_spec is None and save_spec is None:
             return None
         load_end = 0 if load_spec is None else load_spec.lmcache_cached_tokens
+        if save_spec is not None and self.event_stream is not None:
+            self._note_contents(tracker, save_end // chunk_size)
         return ReqMeta(
             req_id=tracker.request.request_id,
             num_tokens=save_end if save_spec else 0,
@@ -272,6 +289,15 @@ class LMCacheSchedulerHalf:
             load_spec=load_spec,
             save_spec=save_spec,
         )
+
+    def _note_contents(self, tracker: RequestTracker, num_chunks: int) -> None:
+        """What these chunks hold, for whoever is told that they are stored."""
+        assert self.event_stream is not None
+        hashes = tracker.chain.hashes(num_chunks)
+        try:
+            self.event_stream.note(tracker.request, tracker.namespace or "", hashes)
+        except Exception as error:
+            self.faults.note("note_contents", error)
 
     def _save_end(self, tracker: RequestTracker, computed: int, block_ids: list[int]) -> int:
         """End of the full chunks that may be saved after this step, in tokens."""
@@ -331,7 +357,8 @@ class LMCacheSchedulerHalf:
                 tracker = self._trackers.get(req_id) or self._finished.get(req_id)
                 if tracker is not None:
                     tracker.stored_tokens += of_request.stored_tokens
-                self._counts["hit_tokens"] += of_request.loaded_tokens
+                self.counts["hit_tokens"] += of_request.loaded_tokens
+                self.counts["stored_tokens"] += of_request.stored_tokens
         self._log_finished()
 
     def _find_worker(self, outcome: LMCacheWorkerMetadata) -> None:
@@ -403,10 +430,18 @@ class LMCacheSchedulerHalf:
         self._log_allowance -= 1
         return True
 
+    def lookup_counts(self) -> Mapping[str, int]:
+        """The lookup client's counters."""
+        return {} if self._client is None else self._client.counts()
+
+    def take_round_trips(self) -> list[float]:
+        """Seconds that lookups took since the last call, where they go to another process."""
+        return [] if self._client is None else self._client.take_round_trips()
+
     def counters(self) -> dict[str, Any]:
         """What has happened since the start."""
         return {
-            **self._counts,
+            **self.counts,
             **({} if self._client is None else self._client.stats()),
             "hashed_bytes": _native.hashed_bytes(),
             "tracked_requests": len(self._trackers),
@@ -438,7 +473,7 @@ class LMCacheSchedulerHalf:
             identity = RequestIdentity(
                 None, can_save=False, epoch=self._identities.epoch, adapter=None
             )
-            self._counts["bypassed_requests"] += 1
+            self.counts["bypassed_requests"] += 1
             if self._may_log():
                 compat.logger.warning(
                     "lmcache_rs: request %s bypasses the cache: %s", request.request_id, error

@@ -75,6 +75,21 @@ pub struct Audit {
     pub evicted_chunks: u64,
 }
 
+/// What [`LocalCpu::usage`] knows at once.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Usage {
+    /// Bytes of the pool.
+    pub capacity_bytes: u64,
+    /// Bytes of it that are not free: stored, being written, or read by somebody still.
+    pub held_bytes: u64,
+    /// Bytes that lookups lease, each once.
+    pub leased_bytes: u64,
+    /// Published entries.
+    pub num_chunks: usize,
+    /// Entries evicted since the start.
+    pub evicted_chunks: u64,
+}
+
 impl LocalCpu {
     /// Maps a pool of `capacity` bytes (rounded down to pages) that evicts by LRU; lookups lease for `lease`.
     pub fn new(capacity: u64, lease: Duration) -> Result<Self, MemoryError> {
@@ -529,6 +544,27 @@ impl LocalCpu {
             is_anew: true,
             events,
         }
+    }
+
+    /// The books' sums as they stand, at a cost that does not grow with what is stored.
+    pub fn usage(&self) -> Usage {
+        let mut garbage = Vec::new();
+        let mut state = self.0.lock();
+        state.settle(Instant::now(), &mut garbage);
+        let usage = Usage {
+            capacity_bytes: self.0.capacity,
+            held_bytes: if state.is_open() {
+                self.0.capacity - state.extents.free_bytes()
+            } else {
+                0
+            },
+            leased_bytes: state.leases.distinct_bytes(),
+            num_chunks: state.index.num_resident(),
+            evicted_chunks: state.evicted_chunks,
+        };
+        drop(state);
+        drop(garbage);
+        usage
     }
 
     /// Walks the books. O(entries): for tests and operators, not for a hot path.

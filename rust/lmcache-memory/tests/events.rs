@@ -159,6 +159,7 @@ fn a_replay_equals_the_store_that_many_threads_change() {
         let sink = cpu.listen(capacity);
         let done = AtomicBool::new(false);
         let mut replay = Replay::default();
+        replay.take_in(cpu.drain_events());
         thread::scope(|scope| {
             let threads: Vec<_> = (1..5)
                 .map(|seed| {

@@ -1,6 +1,7 @@
 //! The extension module `lmcache_rs._native`: a list of exports. It marshals and decides nothing.
 
 mod errors;
+mod events;
 mod gate;
 mod key;
 mod layer_copy;
@@ -14,6 +15,8 @@ mod transfer;
 /// The native half of lmcache_rs.
 #[pyo3::pymodule]
 mod _native {
+    #[pymodule_export]
+    use crate::events::EventSink;
     #[pymodule_export]
     use crate::key::{encode_key, namespace_begins_with, parse_key};
     #[pymodule_export]
@@ -34,7 +37,7 @@ mod _native {
         Chain, chunk_aligned, encode_extra_keys, hashed_bytes, leading_false, sha256_cbor,
     };
     #[pymodule_export]
-    use crate::transfer::{PagedCache, gather, load, scatter, store};
+    use crate::transfer::{PagedCache, copy_seconds, gather, load, scatter, store};
 
     /// What this build is: version, profile, whether debug assertions are on.
     #[pymodule_export]
