@@ -8,7 +8,7 @@ puts a chunk's tokens and vLLM's own block hashes to it, and gives vLLM what it 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -162,8 +162,9 @@ class KVEventStream:
 
     A chunk is stored when the last of the ranks has it, and removed when the first of them has
     not. Its blocks are named by vLLM's own block hashes, as in vLLM's events of the accelerator's
-    blocks. Namespaces (tags, adapters' files, resets) are no part of these names: of several chunks
-    of one name, the first that comes and the last that goes are told.
+    blocks. Chunks that part in their middle share the blocks before it, and namespaces (tags,
+    adapters' files, resets) are no part of these names: of several chunks that hold a block, the
+    first that comes and the last that goes are told.
 
     What a chunk holds is noted while its request is there (`note`) and kept as long as a tier holds
     the chunk. Chunks that none holds (yet) are kept up to a bound that no engine's blocks can
@@ -202,8 +203,8 @@ class KVEventStream:
         self._contents: dict[_ChunkName, _Content] = {}
         # Of these, the ones that no tier holds, the longest unused first.
         self._kept: dict[_ChunkName, None] = {}
-        # What was told, by tier and last block hash, with how many chunks stand behind it.
-        self._told: dict[tuple[str, bytes], tuple[_Content, int]] = {}
+        # What was told, by tier and block hash: how many chunks hold the block.
+        self._told: dict[tuple[str, bytes], int] = {}
         self._events: list[KVCacheEvent] = []
         self._manager: KVCacheManager | None = None
         self._is_to_repeat = False
@@ -322,11 +323,7 @@ class KVEventStream:
             content = self._contents[place.chunk] = _Content((place.chunk.chunk_hash,))
         self._kept.pop(place.chunk, None)
         content.num_tiers += 1
-        told = (place.tier, content.block_hashes[-1])
-        known, count = self._told.get(told, (content, 0))
-        self._told[told] = (known, count + 1)
-        if count == 0:
-            self._events.append(self._stored_event(place.tier, content))
+        self._tell_stored(place.tier, content)
 
     def _removed(self, place: _Place, bit: int) -> None:
         holders = self._holders.get(place, 0)
@@ -345,12 +342,21 @@ class KVEventStream:
             else:
                 # Whoever asks for the chunk next may say what it holds.
                 del self._contents[place.chunk]
-        told = (place.tier, content.block_hashes[-1])
-        known, count = self._told.pop(told)
-        if count > 1:
-            self._told[told] = (known, count - 1)
-        else:
-            self._events.append(self._removed_event(place.tier, [known]))
+        gone = [link for link in content.block_hashes if self._count(place.tier, link, -1) == 0]
+        if gone:
+            self._events.append(_removed_event(place.tier, gone))
+
+    def _tell_stored(self, tier: str, content: _Content) -> None:
+        counts = [self._count(tier, link, 1) for link in content.block_hashes]
+        if 1 in counts:
+            # Who has a block has those before it.
+            self._events.append(self._stored_event(tier, content, counts.index(1)))
+
+    def _count(self, tier: str, link: bytes, change: int) -> int:
+        count = self._told.pop((tier, link), 0) + change
+        if count:
+            self._told[tier, link] = count
+        return count
 
     # --- what vLLM publishes ------------------------------------------------------------------
 
@@ -371,30 +377,34 @@ class KVEventStream:
         """The events since the last call, in order."""
         if self._is_to_repeat:
             self._is_to_repeat = False
-            self._events = list(self._repeated())
+            self._repeat()
         events, self._events = self._events, []
         return events
 
-    def _repeated(self) -> Iterator[KVCacheEvent]:
-        """All that is held, told again, and before that taken back: a consumer that dropped it has
-        it then, and one that counts has it once."""
-        yield from self._events
-        for (tier, _), (content, _) in self._told.items():
-            yield self._removed_event(tier, [content])
-        for (tier, _), (content, _) in self._told.items():
-            yield self._stored_event(tier, content)
+    def _repeat(self) -> None:
+        """Tells again all that is held, taken back before: a consumer that dropped it has it then,
+        and one that counts has it once."""
+        told, self._told = self._told, {}
+        for tier in {tier for tier, _ in told}:
+            links = [link for of_tier, link in told if of_tier == tier]
+            self._events.append(_removed_event(tier, links))
+        for place, holders in self._holders.items():
+            if holders == self._all_ranks:
+                self._tell_stored(place.tier, self._contents[place.chunk])
 
-    def _stored_event(self, tier: str, content: _Content) -> BlockStored:
-        parent = content.parent
+    def _stored_event(self, tier: str, content: _Content, first: int) -> BlockStored:
+        """A chunk's blocks from `first` on."""
+        parent = content.block_hashes[first - 1] if first else content.parent
+        extra_keys = content.extra_keys
         return BlockStored(
-            block_hashes=_external(content.block_hashes),
+            block_hashes=_external(content.block_hashes[first:]),
             parent_block_hash=None if parent is None else _external([parent])[0],
-            token_ids=list(content.token_ids),
+            token_ids=list(content.token_ids[first * content.block_tokens :]),
             block_size=content.block_tokens,
             lora_id=content.lora_id,
             medium=_medium(tier),
             lora_name=content.lora_name,
-            extra_keys=None if content.extra_keys is None else list(content.extra_keys),
+            extra_keys=None if extra_keys is None else list(extra_keys[first:]),
             group_idx=0,
             kv_cache_spec_kind=self._kind,
             kv_cache_spec_sliding_window=self._window,
@@ -403,15 +413,15 @@ class KVEventStream:
             session_id=content.session_id,
         )
 
-    def _removed_event(self, tier: str, contents: Iterable[_Content]) -> BlockRemoved:
-        hashes = [link for content in contents for link in content.block_hashes]
-        return BlockRemoved(
-            block_hashes=_external(hashes),
-            medium=_medium(tier),
-            group_idx=0,
-            locality=_locality(tier),
-            ownership=_ownership(tier),
-        )
+
+def _removed_event(tier: str, links: Iterable[bytes]) -> BlockRemoved:
+    return BlockRemoved(
+        block_hashes=_external(links),
+        medium=_medium(tier),
+        group_idx=0,
+        locality=_locality(tier),
+        ownership=_ownership(tier),
+    )
 
 
 def _external(hashes: Iterable[bytes]) -> list[Any]:

@@ -17,7 +17,7 @@ use lmcache_core::hot_cache::{Access, HotCache, IndexKey, Policy, Reserve};
 use lmcache_core::key::{Namespaces, begins_with};
 
 use crate::error::MemoryError;
-use crate::events::{Drained, EventSink};
+use crate::events::{Drained, EventSink, Text};
 use crate::lease::Leases;
 use crate::object::{Bank, ChunkMut, MemoryObj};
 use crate::region::{PAGE_BYTES, Region};
@@ -565,6 +565,17 @@ impl LocalCpu {
         drop(state);
         drop(garbage);
         usage
+    }
+
+    /// Every published chunk: namespace and hash. O(entries), as [`LocalCpu::audit`].
+    pub fn chunks(&self) -> Vec<(Text, ChunkHash)> {
+        let state = self.0.lock();
+        let residents = state.index.residents().filter(|_| state.is_open());
+        let name = |(key, _): (&IndexKey, _)| {
+            let namespace = state.namespaces.text(key.namespace)?;
+            Some((Text::clone(namespace), key.hash))
+        };
+        residents.filter_map(name).collect()
     }
 
     /// Walks the books. O(entries): for tests and operators, not for a hot path.

@@ -206,6 +206,16 @@ impl LocalCpu {
         Ok(sums)
     }
 
+    /// `(namespace, hash)` of every stored chunk.
+    fn chunks<'py>(&self, py: Python<'py>) -> PyResult<Vec<(String, Bound<'py, PyBytes>)>> {
+        let store = self.store()?;
+        let chunks = enter(py, || Ok::<_, NativeError>(store.chunks()))?;
+        let named = chunks
+            .into_iter()
+            .map(|(namespace, hash)| (namespace.to_string(), PyBytes::new(py, &hash.0)));
+        Ok(named.collect())
+    }
+
     /// The books, walked entry by entry.
     fn audit<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let store = self.store()?;
