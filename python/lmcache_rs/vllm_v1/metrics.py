@@ -82,7 +82,7 @@ METRICS: Final = (
     Metric(
         "lookup_round_trip_seconds",
         HISTOGRAM,
-        "Time from a question to its answer, where it goes to another process.",
+        "Time from a question to the store until its answer is picked up.",
     ),
     # What workers did; summed over ranks.
     Metric("stored_chunks", COUNTER, "Chunks newly stored."),

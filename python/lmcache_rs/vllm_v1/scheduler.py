@@ -128,6 +128,8 @@ class LMCacheSchedulerHalf:
         self._trackers: dict[str, RequestTracker] = {}
         # Finished in this step; their last outcome is still on its way from the workers.
         self._finished: dict[str, RequestTracker] = {}
+        # Steps that were described, and whose outcome is not known.
+        self._open_steps = 0
         # Until the worker half has said where its store is, nothing is stored there either.
         self._client: lookup.LookupClient | None = None
         self._lookup_id = ""
@@ -224,6 +226,10 @@ class LMCacheSchedulerHalf:
             self._engine_start, lookup_id=self._lookup_id, failures_seen=self._failures_seen
         )
         step = scheduler_output.num_scheduled_tokens
+        if not self._open_steps:
+            # vLLM may say no more: the outcome of a step without tokens reaches nobody.
+            self._log_finished()
+        self._open_steps += bool(step)
         for req_id, num_scheduled in step.items():
             tracker = self._trackers.get(req_id)
             if tracker is None or tracker.namespace is None:
@@ -347,6 +353,7 @@ class LMCacheSchedulerHalf:
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Takes in what the workers did."""
+        self._open_steps = max(0, self._open_steps - 1)
         if connector_output.invalid_block_ids:
             self._take_back_failed(connector_output.invalid_block_ids)
         outcome = connector_output.kv_connector_worker_meta
