@@ -45,7 +45,9 @@ def churn(bench: Bench) -> list[Result]:
         each = spread([time / case["chunks"] / 1e3 for time in case["batched"]])
         alone = spread([time / case["chunks"] / 1e3 for time in case["single"]])
         work = f"reserve + commit + evict, pool of {entries:,} full"
-        if leased:
+        if "/listening=" in case["case"]:
+            work += ", each told to a listener"
+        elif leased:
             work += f", {leased:,} leased at the old end"
         else:
             batched[entries] = each.median

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import pathlib
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -54,8 +55,7 @@ class Pair:
             chunk_size=CHUNK,
             use_layerwise=self.use_layerwise,
             max_local_cpu_size=self.pool_chunks * CHUNK_BYTES / 2**30,
-            log_requests=False,
-            **self.settings,
+            **{"log_requests": False, **self.settings},
         )
         engine_start = f"test-{next(engine_ids)}"
         self.faults = Faults()
@@ -631,3 +631,77 @@ def test_the_lookup_finds_the_worker_of_its_own_engine_only(pair: Pair) -> None:
     client = lookup.connect("no such engine", 0)
     assert client.lookup(bytes(32), "r", "ns") in (0, None)
     client.close()
+
+
+def records(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [line for line in caplog.messages if "lmcache_rs: request" in line]
+
+
+@pytest.mark.parametrize("pair", [{"settings": {"log_requests": True}}], indirect=True)
+def test_each_request_has_one_line_whose_numbers_add_up(
+    pair: Pair, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger=compat.logger.name)
+    first, second = new_request(3 * CHUNK + 1), new_request(3 * CHUNK + 1)
+    pair.prefill(first)
+    pair.finish(first)
+    pair.prefill(second, BLOCK)
+    pair.finish(second)
+    pair.step({})
+    lines = [re.sub(r"request r\d+ |, \d+ ms$", "", line) for line in records(caplog)]
+    asked = "lmcache_rs: prompt 25 tokens, "
+    assert lines == [
+        asked + "0 from the engine, 0 from lmcache_rs, 24 stored",
+        asked + "4 from the engine, 20 from lmcache_rs, 0 stored",
+    ]
+    assert not pair.scheduler._finished
+
+
+@pytest.mark.parametrize("pair", [{"settings": {"log_requests": True}}], indirect=True)
+def test_nothing_is_left_of_a_request_that_ends_when_no_outcome_is_to_come(
+    pair: Pair, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger=compat.logger.name)
+    waiting, running = new_request(2 * CHUNK), new_request(3 * CHUNK, 1)
+    assert pair.ask(waiting) == 0
+    pair.prefill(running)
+    for request in (waiting, running):
+        pair.finish(request)
+    # vLLM's step after an abort: it has no tokens, and its outcome is nobody's.
+    pair.describe({})
+    assert len(records(caplog)) == 2
+    assert not pair.scheduler._finished
+    pair.assert_idle()
+
+
+@pytest.mark.parametrize("pair", [{"settings": {"log_requests": True}}], indirect=True)
+def test_a_request_that_ends_with_its_step_under_way_is_told_with_what_that_stored(
+    pair: Pair, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger=compat.logger.name)
+    request = new_request(2 * CHUNK)
+    assert pair.ask(request) == 0
+    pair.grant(request, 0)
+    under_way = pair.describe({request: 2 * CHUNK})
+    pair.scheduler.request_finished(request)
+    pair.describe({})
+    assert not records(caplog)
+    pair.execute(under_way)
+    pair.report()
+    (line,) = records(caplog)
+    assert "16 stored" in line
+    assert not pair.scheduler._finished
+
+
+@pytest.mark.parametrize("pair", [{"settings": {"log_requests": True}}], indirect=True)
+def test_lines_of_requests_are_few_when_requests_are_many(
+    pair: Pair, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger=compat.logger.name)
+    for seed in range(200):
+        request = new_request(1, seed)
+        pair.prefill(request)
+        pair.finish(request)
+    pair.step({})
+    assert 20 <= len(records(caplog)) < 200
+    assert not pair.scheduler._finished

@@ -103,6 +103,8 @@ class EngineSpec:
     layerwise: bool = LAYERWISE
     extra: tuple[tuple[str, Any], ...] = ()
     env: tuple[tuple[str, str], ...] = ()
+    # Where vLLM publishes KV events, if it is to.
+    events_endpoint: str | None = None
     # Anything else may use the same model from a folder of its own.
     model_path: str | None = None
 
@@ -144,6 +146,9 @@ class EngineSpec:
             "disable_log_stats": False,
             "seed": 0,
         }
+        if self.events_endpoint is not None:
+            events = {"enable_kv_cache_events": True, "endpoint": self.events_endpoint}
+            arguments["kv_events_config"] = events
         if self.num_blocks is not None:
             arguments["num_gpu_blocks_override"] = self.num_blocks
         if self.connector == "probe":
@@ -329,6 +334,10 @@ class Engine:
             written = self._call("rpc", "probe_poison", self._poison_seed)[0]
             assert written > 0
 
+    def metrics(self) -> dict[str, float]:
+        """The connector's Prometheus metrics, as `name` or `name{label}`, ranks left out."""
+        return dict(self._call("metrics"))
+
     def plant(self, fault: str) -> None:
         """Spoils the next load; the faults are named in ``probe_names.FAULTS``."""
         self._call("rpc", "probe_fault", fault)
@@ -437,6 +446,10 @@ def _serve(pipe: Any, spec: EngineSpec, environment: dict[str, str], log: str) -
         from vllm import LLM
 
         arguments = spec.llm_arguments()
+        if (events := arguments.get("kv_events_config")) is not None:
+            from vllm.config.kv_events import KVEventsConfig
+
+            arguments["kv_events_config"] = KVEventsConfig(**events)
         config = spec.connector_config()
         if config is not None:
             arguments["kv_transfer_config"] = KVTransferConfig(**config)
@@ -459,6 +472,7 @@ def _serve(pipe: Any, spec: EngineSpec, environment: dict[str, str], log: str) -
         ),
         "rpc": lambda method, *given: llms[0].collective_rpc(method, args=given),
         "twin": twin,
+        "metrics": lambda: _metrics(llms[0]),
     }
     while True:
         try:
@@ -475,6 +489,17 @@ def _serve(pipe: Any, spec: EngineSpec, environment: dict[str, str], log: str) -
         with contextlib.suppress(Exception):
             llm.llm_engine.engine_core.shutdown()
     sys.stdout.flush()
+
+
+def _metrics(llm: Any) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for metric in llm.get_metrics():
+        if metric.name.startswith("vllm:lmcache_rs_"):
+            ours = {"tier", "path", "place", "direction"} & metric.labels.keys()
+            label = "".join(f"{{{metric.labels[name]}}}" for name in ours)
+            name = metric.name.removeprefix("vllm:lmcache_rs_") + label
+            found[name] = metric.count if hasattr(metric, "buckets") else metric.value
+    return found
 
 
 def _generate(llm: Any, prompts: list[Prompt], max_tokens: int) -> Any:

@@ -374,6 +374,11 @@ class ProbeWorker:
     def probe_poison(self, seed: int) -> int:
         return _probe().poison(seed)
 
+    def probe_chunks(self) -> list[bytes]:
+        """The hashes of every chunk that the connector's memory holds."""
+        pool = _probe()._manager.worker.local_cpu  # type: ignore[union-attr]
+        return [chunk_hash for _, chunk_hash in pool.chunks()]
+
     def probe_fault(self, fault: str) -> None:
         _probe().fault = fault
 

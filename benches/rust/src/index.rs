@@ -4,6 +4,7 @@ use std::hint::black_box;
 use std::time::Duration;
 
 use lmcache_core::hash::ChunkHash;
+use lmcache_memory::events::DEFAULT_CAPACITY;
 use lmcache_memory::local_cpu::LocalCpu;
 use lmcache_memory::object::{ChunkMut, MemoryObj};
 
@@ -170,6 +171,7 @@ struct Full {
     entries: usize,
     cpu: LocalCpu,
     _leased: Vec<MemoryObj>,
+    has_listener: bool,
     batched: Vec<u64>,
     single: Vec<u64>,
 }
@@ -193,9 +195,20 @@ impl Full {
             entries,
             cpu,
             _leased: held,
+            has_listener: false,
             batched: Vec::new(),
             single: Vec::new(),
         }
+    }
+
+    /// As [`Full::new`], with a listener who is told what comes and goes.
+    fn heard(entries: usize) -> Self {
+        let mut full = Self::new(entries, 0);
+        full.cpu.listen(DEFAULT_CAPACITY);
+        full.cpu.drain_events();
+        full.name += "/listening=1";
+        full.has_listener = true;
+        full
     }
 }
 
@@ -208,6 +221,7 @@ pub(crate) fn churn(quick: bool) {
     let mut stores: Vec<Full> = sizes.iter().map(|&entries| Full::new(entries, 0)).collect();
     stores.push(Full::new(20_000, LEASED));
     stores.push(Full::new(100_000, LEASED));
+    stores.push(Full::heard(100_000));
     let mut next = 1 << 40;
     for round in 0..rounds {
         for store in &mut stores {
@@ -221,6 +235,10 @@ pub(crate) fn churn(quick: bool) {
                     put(&store.cpu, std::slice::from_ref(hash));
                 }
             });
+            if store.has_listener {
+                let told = store.cpu.drain_events().events.len();
+                assert_eq!(told, 4 * BATCH, "each chunk that came drove one out");
+            }
             if round >= rounds / 10 {
                 store.batched.push(batched);
                 store.single.push(single);

@@ -9,9 +9,12 @@ import enum
 import math
 import os
 import time
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from lmcache_rs.key import HASH_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 ROUND_TRIPS_KEPT: Final = 4096
 
@@ -100,6 +103,14 @@ class LookupClient(abc.ABC):
         came late is the next call of the scheduler.
         """
 
+    def counts(self) -> Mapping[str, int]:
+        """The counters of `stats` alone, at no cost: a name that is missing is 0."""
+        return {}
+
+    def take_round_trips(self) -> list[float]:
+        """Round trips since the last call, in seconds; the last `ROUND_TRIPS_KEPT` of them."""
+        return []
+
     @abc.abstractmethod
     def close(self) -> None:
         """Ends the client and all records. Idempotent. Leases end by their deadlines."""
@@ -115,6 +126,7 @@ class RecordingClient(LookupClient):
         self._pid = os.getpid()
         self._counts: collections.Counter[str] = collections.Counter()
         self._round_trips: collections.deque[float] = collections.deque(maxlen=ROUND_TRIPS_KEPT)
+        self._num_round_trips = 0
 
     def lookup(self, hashes: bytes, req_id: str, namespace: str) -> int | None:
         check_process(self._pid)
@@ -155,6 +167,13 @@ class RecordingClient(LookupClient):
                 stats[f"round_trip_us_{name}"] = trips[int(len(trips) * share)] * 1e6
         return stats
 
+    def counts(self) -> Mapping[str, int]:
+        return self._counts
+
+    def take_round_trips(self) -> list[float]:
+        count, self._num_round_trips = self._num_round_trips, 0
+        return list(self._round_trips)[-count:] if count else []
+
     def close(self) -> None:
         self._records.clear()
         self._leased.clear()
@@ -177,6 +196,7 @@ class RecordingClient(LookupClient):
         """Takes an answer into the record. What is not leased is not promised."""
         self._counts["answered"] += 1
         self._round_trips.append(time.monotonic() - record.asked_at)
+        self._num_round_trips += 1
         if hit_chunks * HASH_BYTES > len(record.hashes):
             self._fail(req_id, record, "errors")
         elif hit_chunks == 0 or lease_ms == 0:

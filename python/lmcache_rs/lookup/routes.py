@@ -85,6 +85,12 @@ class _RoutedLookupClient(LookupClient):
     def stats(self) -> Stats:
         return self._route().stats()
 
+    def counts(self) -> Mapping[str, int]:
+        return self._route().counts()
+
+    def take_round_trips(self) -> list[float]:
+        return self._route().take_round_trips()
+
     def close(self) -> None:
         if self._client is not None:
             self._client.close()

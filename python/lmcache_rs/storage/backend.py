@@ -5,7 +5,7 @@ for one of your own.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
@@ -45,6 +45,8 @@ class StorageBackend(ABC):
 
         - raise any exception: what was asked is then a miss, what was to be stored is not stored.
           It is counted and logged now and then, and nobody else sees it;
+        - evict chunks by itself; it then calls `self.evicted(key)`, so that whoever keeps count of
+          what is stored where hears of it at once and not when the chunk is next asked for;
         - take its time: callers wait for a deadline and no longer, and after it they are told that
           nothing is there until the call has come back.
 
@@ -104,6 +106,13 @@ class StorageBackend(ABC):
         Without it they leave the backend as it is, and say so.
         """
         raise NotImplementedError
+
+    def evicted(self, key: CacheEngineKey) -> None:
+        """To be called by a backend that drops a chunk by itself, from any of its calls."""
+        if self._on_evicted is not None:
+            self._on_evicted(key)
+
+    _on_evicted: Callable[[CacheEngineKey], None] | None = None
 
     def close(self) -> None:  # noqa: B027
         """Ends the backend, after the last put. What is stored stays stored."""

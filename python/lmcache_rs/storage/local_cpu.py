@@ -10,7 +10,7 @@ from lmcache_rs import _native
 from lmcache_rs._native import LocalCpu
 from lmcache_rs.key import HASH_BYTES
 from lmcache_rs.storage.backend import StorageBackendInterface
-from lmcache_rs.storage.memory_obj import MemoryObj
+from lmcache_rs.storage.memory_obj import MemoryObj, tokens_of
 
 if TYPE_CHECKING:
     from lmcache_rs.key import CacheEngineKey
@@ -34,7 +34,8 @@ class LocalCPUBackend(StorageBackendInterface):
 
     def submit_put_task(self, key: CacheEngineKey, memory_obj: _native.MemoryObj) -> bool:
         """Seals and publishes memory that this pool allocated; false if the key was known."""
-        return self.local_cpu.put(key.namespace, key.chunk_hash, memory_obj)
+        num_tokens = tokens_of(memory_obj)
+        return self.local_cpu.put(key.namespace, key.chunk_hash, memory_obj, num_tokens)
 
     def contains(self, key: CacheEngineKey) -> bool:
         """Whether the chunk is stored."""

@@ -66,6 +66,7 @@ class StorageManager:
         # Held while a tier is added.
         self._adding = threading.Lock()
         self._closed = False
+        self._sink: _native.EventSink | None = None
         if local_cpu is None and config.local_cpu:
             local_cpu = self._new_pool()
         if local_cpu is not None:
@@ -76,6 +77,16 @@ class StorageManager:
     def _new_pool(self) -> LocalCpu:
         of = self._config
         return LocalCpu(of.max_local_cpu_bytes, of.lease_timeout_ms, of.cache_policy)
+
+    def tell(self, sink: _native.EventSink) -> None:
+        """From here on the tiers below host memory tell this sink of chunks that come and go; host
+        memory tells the sink that was made for it. Tiers that were there are told of as they are
+        used."""
+        with self._adding:
+            self._sink = sink
+            for backend in self._lower():
+                if isinstance(backend, BackendTier):
+                    backend.sink = sink
 
     def add_backend(
         self,
@@ -141,6 +152,7 @@ class StorageManager:
                 deadline_s=deadline_s,
                 max_queued_bytes=max_queued_bytes or max(1, self._pool.capacity_bytes // 4),
             )
+            tier.sink = self._sink
             weakref.finalize(self, tier.lane.abandon).atexit = False
             backend = tier
         # A new dict: others may be going through the old one.

@@ -252,6 +252,12 @@ def _tensor_over(exported: memoryview, dtype: torch.dtype) -> torch.Tensor:
         return torch.frombuffer(exported, dtype=torch.uint8).view(dtype)
 
 
+def tokens_of(memory_obj: _native.MemoryObj) -> int:
+    """Tokens of an object; 0 where it is not known what its bytes are."""
+    known = memory_obj if isinstance(memory_obj, MemoryObj) else None
+    return 0 if known is None or known.metadata is None else known.num_tokens
+
+
 def described(
     raw: _native.MemoryObj, form: StoredForm | None, num_tokens: int | None = None
 ) -> MemoryObj:

@@ -15,7 +15,7 @@ from lmcache_rs.key import CacheEngineKey, LayerCacheEngineKey
 from lmcache_rs.storage.backend import StorageBackend, StorageBackendInterface
 from lmcache_rs.storage.faults import TierFaults
 from lmcache_rs.storage.lane import Answer, Lane, Put
-from lmcache_rs.storage.memory_obj import MemoryObj, described
+from lmcache_rs.storage.memory_obj import MemoryObj, described, tokens_of
 from lmcache_rs.storage.record import ChunkRecord
 
 
@@ -58,6 +58,10 @@ class BackendTier(StorageBackendInterface):
         self.name = name
         self.backend = backend
         self.faults = TierFaults(name)
+        # Who hears of the chunks that come and go, if anybody does.
+        self.sink: _native.EventSink | None = None
+        self._dropped: set[CacheEngineKey] = set()
+        backend._on_evicted = self._note_evicted
         self._pool = pool
         self._counts: collections.Counter[str] = collections.Counter()
         self.lane = Lane(
@@ -119,11 +123,16 @@ class BackendTier(StorageBackendInterface):
         if self._contains(put.key):
             self.backend.touch(put.key)
             self._counts["refreshed_chunks"] += 1
+            self._tell_stored(put)
             return
         metadata = ChunkRecord.of(str(put.key), put.memory_obj).to_bytes()
         num_references = sys.getrefcount(put.memory_obj)
         view = memoryview(cast(Any, put.memory_obj))
+        self._dropped.clear()
         self.backend.put(put.key, view, metadata)
+        # It may have had to go again in the same call.
+        if put.key not in self._dropped:
+            self._tell_stored(put)
         # Not released: arrays made of a view outlive it, and what they see must stay leased.
         del view
         if sys.getrefcount(put.memory_obj) > num_references:
@@ -133,6 +142,22 @@ class BackendTier(StorageBackendInterface):
             self.faults.note("kept", "put", found, key=put.key)
         self._counts["put_chunks"] += 1
         self._counts["put_bytes"] += put.nbytes
+
+    # --- who is told --------------------------------------------------------------------------
+
+    def _tell_stored(self, put: Put) -> None:
+        if self.sink is not None:
+            key, num_tokens = put.key, tokens_of(put.memory_obj)
+            self.sink.stored(self.name, key.namespace, key.chunk_hash, put.nbytes, num_tokens)
+
+    def _note_evicted(self, key: CacheEngineKey) -> None:
+        self._dropped.add(_chunk_key(key))
+        self._tell_removed(key)
+
+    def _tell_removed(self, key: CacheEngineKey) -> None:
+        if self.sink is not None:
+            key = _chunk_key(key)
+            self.sink.removed(self.name, key.namespace, key.chunk_hash)
 
     # --- questions ----------------------------------------------------------------------------
 
@@ -167,6 +192,8 @@ class BackendTier(StorageBackendInterface):
         if type(stored) is not bool:
             self.faults.note("type", "contains", f"{_kind(stored)} where bool is due", key=key)
             return False
+        if not stored:
+            self._tell_removed(key)
         return stored
 
     # --- reads --------------------------------------------------------------------------------
@@ -231,6 +258,7 @@ class BackendTier(StorageBackendInterface):
                     self.faults.note(refused.reason, verb, refused.found, key=key)
                     if refused.reason != "no_memory":
                         self.backend.remove(key)
+                        self._tell_removed(key)
                     break
             return give_once()
 
@@ -285,6 +313,7 @@ class BackendTier(StorageBackendInterface):
 
         def call(_: Answer[bool]) -> bool:
             removed: object = self.backend.remove(key)
+            self._tell_removed(key)
             if type(removed) is not bool:
                 self.faults.note("type", "remove", f"{_kind(removed)} where bool is due", key=key)
             return removed is True
@@ -319,6 +348,7 @@ class BackendTier(StorageBackendInterface):
                     self.faults.note("type", "keys", found)
                 elif goes(key.namespace) and self.backend.remove(key) is True:
                     removed.append(key)
+                    self._tell_removed(key)
             return len(removed)
 
         return self.lane.ask("clear", call, lambda: len(removed)).result()

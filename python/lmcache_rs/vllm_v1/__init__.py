@@ -13,16 +13,17 @@ from typing import Any
 __all__ = ["LMCacheConnectorV1Dynamic", "register"]
 
 CONNECTOR_NAME = "LMCacheRsConnector"
+CLASS_NAME = "LMCacheConnectorV1Dynamic"
+"""vLLM's MultiConnector finds a child by this name when it reads its statistics."""
 
 
 def register() -> None:
     """Makes the connector known to vLLM by name. Called as a plugin, any number of times."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    if CONNECTOR_NAME not in KVConnectorFactory._registry:
-        KVConnectorFactory.register_connector(
-            CONNECTOR_NAME, "lmcache_rs.vllm_v1.connector", "LMCacheConnectorV1Dynamic"
-        )
+    for name in (CONNECTOR_NAME, CLASS_NAME):
+        if name not in KVConnectorFactory._registry:
+            KVConnectorFactory.register_connector(name, "lmcache_rs.vllm_v1.connector", CLASS_NAME)
 
 
 def __getattr__(name: str) -> Any:

@@ -6,6 +6,7 @@ Nothing is decided here. A fault of ours never reaches vLLM: each hook has an an
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -18,18 +19,22 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from lmcache_rs.config import ConfigError, LMCacheEngineConfig, disabled_by_environment
+from lmcache_rs.vllm_v1 import register
 from lmcache_rs.vllm_v1.compat import HOST_HIT_SOURCE
+from lmcache_rs.vllm_v1.events import LMCacheKVEvents
 from lmcache_rs.vllm_v1.manager import LMCacheManager
 from lmcache_rs.vllm_v1.metadata import (
     LMCacheConnectorMetadata,
     LMCacheWorkerMetadata,
     ReqMeta,
 )
+from lmcache_rs.vllm_v1.metrics import LMCachePromMetrics, LMCacheStats
 
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import PromMetric, PromMetricT
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -109,15 +114,6 @@ class LMCacheConnectorV1Dynamic(KVConnectorBase_V1):
                 lambda: worker.handle_preemptions(kv_connector_metadata),
             )
 
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Ended requests whose saves are done, of those that vLLM keeps blocks for."""
-        worker, metadata = self._manager.worker, self._bound_metadata()
-        if metadata is None:
-            return None, None
-        # With nobody to save, nothing is under way.
-        sent = metadata.fences.awaited if worker is None else worker.take_sent(metadata)
-        return sent or None, None
-
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Loads the step's promises."""
         worker, metadata = self._manager.worker, self._bound_metadata()
@@ -176,7 +172,10 @@ class LMCacheConnectorV1Dynamic(KVConnectorBase_V1):
         self._guard("wait_for_save", None, lambda: end(metadata))
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Loads that requests wait for and that are over, each said once."""
+        """Loads that requests wait for and that are over, and ended requests whose saves are done.
+
+        Each is said once. Of the ended ones only those that vLLM keeps blocks for.
+        """
         unserved, self._unserved_loads = self._unserved_loads, []
         finished = {req.req_id for req in unserved}
         failed = set(finished)
@@ -186,7 +185,20 @@ class LMCacheConnectorV1Dynamic(KVConnectorBase_V1):
             taken = self._guard("get_transfer_results", nothing, worker.take_finished_loads)
             finished |= taken[0]
             failed |= taken[1]
-        return KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
+        return KVConnectorTransferResults(
+            finished_sending=self._take_sent(), finished_recving=finished, failed_recving=failed
+        )
+
+    def _take_sent(self) -> set[str]:
+        worker, metadata = self._manager.worker, self._bound_metadata()
+        if metadata is None:
+            return set()
+        # With nobody to save, nothing is under way.
+        if worker is None:
+            awaited, metadata.fences.awaited = metadata.fences.awaited, set()
+            return awaited
+        nobody: set[str] = set()
+        return self._guard("take_sent", nobody, lambda: worker.take_sent(metadata))
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """As `get_transfer_results`, for engines that ask no more than this."""
@@ -208,8 +220,25 @@ class LMCacheConnectorV1Dynamic(KVConnectorBase_V1):
 
     def build_connector_worker_meta(self) -> LMCacheWorkerMetadata | None:
         """What the step stored and loaded."""
-        worker = self._manager.worker
-        return None if worker is None else worker.take_outcomes()
+        worker, reports = self._manager.worker, self._manager.event_reports
+        if worker is None:
+            return None
+        outcomes = worker.take_outcomes()
+        if reports is not None and not reports.are_asked_for:
+            # vLLM's MultiConnector asks its children for no events, but carries this.
+            told = self._guard("build_connector_worker_meta", None, reports.take)
+            if told is not None:
+                outcomes = outcomes or LMCacheWorkerMetadata()
+                outcomes.event_reports = told.reports
+        return outcomes
+
+    def get_kv_connector_kv_cache_events(self) -> LMCacheKVEvents | None:
+        """What the store took in and gave up since the last step, where vLLM publishes it."""
+        reports = self._manager.event_reports
+        if reports is None:
+            return None
+        reports.are_asked_for = True
+        return self._guard("get_kv_connector_kv_cache_events", None, reports.take)
 
     def _bound_metadata(self) -> LMCacheConnectorMetadata | None:
         metadata = self._connector_metadata
@@ -223,6 +252,8 @@ class LMCacheConnectorV1Dynamic(KVConnectorBase_V1):
         half = self._manager.scheduler
         if half is not None:
             half.bind_evict_blocks(kv_cache_manager.evict_blocks)
+        if self._manager.event_stream is not None:
+            self._manager.event_stream.bind_kv_cache_manager(kv_cache_manager)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -256,6 +287,7 @@ class LMCacheConnectorV1Dynamic(KVConnectorBase_V1):
         nothing: KVConnectorMetadata = LMCacheConnectorMetadata(engine_start="")
         if half is None:
             return nothing
+        self._watch_for_clears()
         return self._guard(
             "build_connector_meta", nothing, lambda: half.build_connector_meta(scheduler_output)
         )
@@ -269,6 +301,29 @@ class LMCacheConnectorV1Dynamic(KVConnectorBase_V1):
                 None,
                 lambda: half.update_connector_output(connector_output),
             )
+        self._watch_for_clears()
+        self._guard("take_in_events", None, lambda: self._take_in_events(connector_output))
+
+    def _take_in_events(self, connector_output: KVConnectorOutput) -> None:
+        stream = self._manager.event_stream
+        if stream is None:
+            return
+        told, outcomes = connector_output.kv_cache_events, connector_output.kv_connector_worker_meta
+        if isinstance(told, LMCacheKVEvents):
+            stream.take_in(told.reports)
+        if isinstance(outcomes, LMCacheWorkerMetadata):
+            stream.take_in(outcomes.event_reports)
+
+    def _watch_for_clears(self) -> None:
+        stream = self._manager.event_stream
+        if stream is not None:
+            self._guard("watch_for_clears", None, stream.watch_for_clears)
+
+    def get_external_cache_hit_sources(
+        self, request: Request, num_external_tokens: int
+    ) -> dict[CacheHitSource, int]:
+        """Which tier a request's promised tokens come from."""
+        return super().get_external_cache_hit_sources(request, num_external_tokens)
 
     def request_finished(
         self, request: Request, block_ids: list[int]
@@ -293,10 +348,31 @@ class LMCacheConnectorV1Dynamic(KVConnectorBase_V1):
         return self._guard("reset_cache", False, half.reset_cache)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """No KV events in this version."""
-        return ()
+        """What came and went, as vLLM publishes it."""
+        stream = self._manager.event_stream
+        return () if stream is None else self._guard("take_events", [], stream.take)
 
     # --- both halves --------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> LMCacheStats | None:
+        """What this half counted since the last step."""
+        return self._guard("get_kv_connector_stats", None, self._manager.take_stats)
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> LMCacheStats:
+        """Statistics of what came over the wire; empty ones without it."""
+        return LMCacheStats(data=copy.deepcopy(data or {}))
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[PromMetric], type[PromMetricT]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> LMCachePromMetrics:
+        """The Prometheus metrics, where vLLM's server answers for them."""
+        return LMCachePromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
         """Ends this half."""
@@ -314,3 +390,8 @@ class LMCacheConnectorV1Dynamic(KVConnectorBase_V1):
         """The books of the pool, walked entry by entry; empty on the scheduler half."""
         worker = self._manager.worker
         return {} if worker is None else dict(worker.memory_stats())
+
+
+# MultiConnector reads its children's statistics by the name of their class, in processes that may
+# have loaded no plugins.
+register()

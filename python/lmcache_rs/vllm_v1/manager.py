@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from lmcache_rs import _native
 from lmcache_rs.config import LMCacheEngineConfig, disabled_by_environment
 from lmcache_rs.layouts import LayoutError
-from lmcache_rs.vllm_v1 import compat, model_identity
+from lmcache_rs.vllm_v1 import compat, events, metrics, model_identity
+from lmcache_rs.vllm_v1.events import EventReports, KVEventStream
 from lmcache_rs.vllm_v1.faults import Faults
 from lmcache_rs.vllm_v1.identity import chain_notice, identities_of, stays_in_memory
 from lmcache_rs.vllm_v1.load_choice import LoadChoice
@@ -46,9 +48,14 @@ class LMCacheManager:
         self.faults = Faults()
         self.scheduler: LMCacheSchedulerHalf | None = None
         self.worker: LMCacheWorkerHalf | None = None
+        self.event_stream: KVEventStream | None = None
+        self.event_reports: EventReports | None = None
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._is_scheduler = is_scheduler
+        self._rank = vllm_config.parallel_config.rank
+        # A scheduler half has no rank: what it tells, it tells for all.
+        self._meter: metrics.Meter | None = None
         if disabled_by_environment():
             self._say("switched off by LMCACHE_RS_DISABLE; the engine serves without it")
             return
@@ -92,6 +99,11 @@ class LMCacheManager:
                     rank=compat.rank_of(vllm_config),
                     fails_whole_loads=not compat.keeps_all_blocks(kv_cache_config),
                 )
+            self._meter = self._new_meter()
+            if self.scheduler is not None and events.are_wanted(vllm_config):
+                self.event_stream = self.scheduler.event_stream = KVEventStream.of_engine(
+                    vllm_config, kv_cache_config, config.chunk_size
+                )
         except Exception as error:
             self._degrade("start", error)
 
@@ -104,6 +116,35 @@ class LMCacheManager:
             has_safe_failure=compat.recovers_from_sync_load(self._vllm_config, of),
             keeps_all_blocks=compat.keeps_all_blocks(of),
         )
+
+    def _new_meter(self) -> metrics.Meter:
+        if self._is_scheduler:
+            return metrics.Meter(self._rank, self._scheduler_totals, self._take_observations)
+        return metrics.Meter(self._rank, self._worker_totals)
+
+    def _scheduler_totals(self) -> metrics.Totals:
+        half = self.scheduler
+        if half is None:
+            return {("faults", place): count for place, count in self.faults.counts.items()}
+        return metrics.scheduler_totals(half.counts, half.lookup_counts(), self.faults.counts)
+
+    def _take_observations(self) -> Mapping[str, list[float]]:
+        half = self.scheduler
+        return {} if half is None else {"lookup_round_trip_seconds": half.take_round_trips()}
+
+    def _worker_totals(self) -> metrics.Totals:
+        half, reports = self.worker, self.event_reports
+        pool = None if half is None else half.local_cpu
+        return metrics.worker_totals(
+            {} if half is None else half.counts,
+            None if pool is None else pool.usage(),
+            self.faults.counts,
+            0 if reports is None else reports.sink.times_lost,
+        )
+
+    def take_stats(self) -> metrics.LMCacheStats | None:
+        """What this half counted since the last call; None if nothing."""
+        return None if self._meter is None else self._meter.take()
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Gives the worker half the engine's tensors and prints the banner.
@@ -138,6 +179,9 @@ class LMCacheManager:
         except Exception as error:
             self._degrade("register_kv_caches", error)
             return
+        if events.are_wanted(self._vllm_config) and self.worker.local_cpu is not None:
+            sink = _native.EventSink(self.worker.local_cpu)
+            self.event_reports = EventReports(self._rank, sink)
         self._print_banner(tensors)
 
     def _print_banner(self, tensors: list[torch.Tensor]) -> None:

@@ -11,6 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from lmcache_rs.lookup import Rank
+from lmcache_rs.vllm_v1.events import RankReport
 from lmcache_rs.vllm_v1.prefetches import PrefetchOrders
 from lmcache_rs.vllm_v1.saves import SaveFences
 
@@ -149,6 +150,7 @@ class LMCacheWorkerMetadata(KVConnectorWorkerMetadata):
         prefetched: Requests whose chunks have been brought from there, as far as they are there.
         saves_ended: The last step that, with all before it, has no save under way; None if there
             is nothing new to say of it.
+        event_reports: What ranks stored and gave up, where no other channel carries it.
     """
 
     outcomes: dict[str, RequestOutcome] = field(default_factory=dict)
@@ -158,6 +160,7 @@ class LMCacheWorkerMetadata(KVConnectorWorkerMetadata):
     has_lower_tiers: bool = False
     prefetched: set[str] = field(default_factory=set)
     saves_ended: int | None = None
+    event_reports: list[RankReport] = field(default_factory=list)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> LMCacheWorkerMetadata:
         """Merges two ranks: what is stored or loaded is what all of them did."""
@@ -183,4 +186,5 @@ class LMCacheWorkerMetadata(KVConnectorWorkerMetadata):
             prefetched=self.prefetched | other.prefetched,
             # Whoever says nothing may have told before, or be at work still.
             saves_ended=None if None in ended else min(step for step in ended if step is not None),
+            event_reports=self.event_reports + other.event_reports,
         )

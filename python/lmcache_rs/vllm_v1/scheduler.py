@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import collections
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from lmcache_rs.config import LMCacheEngineConfig, LMCacheMetadata
+    from lmcache_rs.vllm_v1.events import KVEventStream
     from lmcache_rs.vllm_v1.faults import Faults
 
 LOG_LINES_PER_SECOND = 20
@@ -83,6 +84,8 @@ class RequestTracker:
     local_tokens: int = 0
     external_tokens: int = 0
     stored_tokens: int = 0
+    # Of the last lookup, until the request is admitted.
+    asked_tokens: int = 0
     first_seen: float = field(default_factory=time.monotonic)
 
     def extend_chain(self, num_tokens: int, chunk_size: int) -> None:
@@ -147,6 +150,8 @@ class LMCacheSchedulerHalf:
         # Ended requests that the worker half is to be asked about, and all that vLLM waits for.
         self._to_ask: set[str] = set()
         self._awaited: set[str] = set()
+        # Steps that were described, and whose outcome is not known.
+        self._open_steps = 0
         # Until every worker has said where its store is, no request has a hit.
         self._client: lookup.LookupClient | None = None
         self._ranks = frozenset(ranks)
@@ -158,7 +163,15 @@ class LMCacheSchedulerHalf:
         self._last_tables = collections.deque(maxlen=STEPS_IN_FLIGHT)
         self._log_allowance = float(LOG_LINES_PER_SECOND)
         self._log_time = time.monotonic()
-        self._counts = {"hit_tokens": 0, "promised_tokens": 0, "bypassed_requests": 0}
+        self.counts = {
+            "requested_tokens": 0,
+            "promised_tokens": 0,
+            "hit_tokens": 0,
+            "stored_tokens": 0,
+            "bypassed_requests": 0,
+        }
+        # Set where vLLM publishes what the cache holds.
+        self.event_stream: KVEventStream | None = None
         self.faults = faults
 
     # --- lookup -------------------------------------------------------------------------------
@@ -175,8 +188,10 @@ class LMCacheSchedulerHalf:
         tracker = self._track(request, is_lookup=True)
         tracker.load_spec = None
         tracker.local_tokens = num_computed_tokens
+        tracker.asked_tokens = 0
         if not self._loads or tracker.namespace is None or request.skip_reading_prefix_cache:
             return 0, False
+        tracker.asked_tokens = request.num_tokens - num_computed_tokens
         if request.num_tokens - 1 - num_computed_tokens < self._config.min_retrieve_tokens:
             return self._promise_nothing(request.request_id)
         tracker.extend_chain(request.num_tokens, self._chunk_size)
@@ -229,6 +244,8 @@ class LMCacheSchedulerHalf:
         """Blocks were granted: the load goes ahead, or, with 0 tokens, is off."""
         req_id = request.request_id
         tracker = self._track(request)
+        self.counts["requested_tokens"] += tracker.asked_tokens
+        tracker.asked_tokens = 0
         if self._prefetches is not None:
             self._prefetches.end(req_id)
         if num_external_tokens == 0:
@@ -246,7 +263,7 @@ class LMCacheSchedulerHalf:
         self._granted[req_id] = tracker
         if not spec.is_async:
             self._load_choice.take(num_external_tokens)
-        self._counts["promised_tokens"] += num_external_tokens
+        self.counts["promised_tokens"] += num_external_tokens
         self._end_lookup(req_id, release=False)
 
     # --- the step -----------------------------------------------------------------------------
@@ -262,6 +279,10 @@ class LMCacheSchedulerHalf:
         if self._prefetches is not None:
             metadata.prefetches = self._prefetches.take_orders()
         step = scheduler_output.num_scheduled_tokens
+        if not self._open_steps:
+            # vLLM may say no more: the outcome of a step without tokens reaches nobody.
+            self._log_finished()
+        self._open_steps += bool(step)
         granted, self._granted = self._granted, {}
         for req_id, tracker in granted.items():
             spec = tracker.load_spec
@@ -369,6 +390,8 @@ class LMCacheSchedulerHalf:
         if load_spec is None and save_spec is None:
             return None
         load_end = 0 if load_spec is None else load_spec.lmcache_cached_tokens
+        if save_spec is not None and self.event_stream is not None:
+            self._note_contents(tracker, save_end // chunk_size)
         return ReqMeta(
             req_id=tracker.request.request_id,
             num_tokens=save_end if save_spec else 0,
@@ -378,6 +401,15 @@ class LMCacheSchedulerHalf:
             load_spec=load_spec,
             save_spec=save_spec,
         )
+
+    def _note_contents(self, tracker: RequestTracker, num_chunks: int) -> None:
+        """What these chunks hold, for whoever is told that they are stored."""
+        assert self.event_stream is not None
+        hashes = tracker.chain.hashes(num_chunks)
+        try:
+            self.event_stream.note(tracker.request, tracker.namespace or "", hashes)
+        except Exception as error:
+            self.faults.note("note_contents", error)
 
     def _save_end(self, tracker: RequestTracker, computed: int, block_ids: list[int]) -> int:
         """End of the full chunks that may be saved after this step, in tokens."""
@@ -427,6 +459,7 @@ class LMCacheSchedulerHalf:
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Takes in what the workers did."""
+        self._open_steps = max(0, self._open_steps - 1)
         if connector_output.invalid_block_ids:
             self._take_back_failed(connector_output.invalid_block_ids)
         outcome = connector_output.kv_connector_worker_meta
@@ -441,7 +474,8 @@ class LMCacheSchedulerHalf:
                 tracker = self._trackers.get(req_id) or self._finished.get(req_id)
                 if tracker is not None:
                     tracker.stored_tokens += of_request.stored_tokens
-                self._counts["hit_tokens"] += of_request.loaded_tokens
+                self.counts["hit_tokens"] += of_request.loaded_tokens
+                self.counts["stored_tokens"] += of_request.stored_tokens
         self._awaited -= connector_output.finished_sending or set()
         self._log_finished()
 
@@ -542,10 +576,18 @@ class LMCacheSchedulerHalf:
         self._log_allowance -= 1
         return True
 
+    def lookup_counts(self) -> Mapping[str, int]:
+        """The lookup client's counters."""
+        return {} if self._client is None else self._client.counts()
+
+    def take_round_trips(self) -> list[float]:
+        """Seconds that lookups took since the last call, where they go to another process."""
+        return [] if self._client is None else self._client.take_round_trips()
+
     def counters(self) -> dict[str, Any]:
         """What has happened since the start."""
         return {
-            **self._counts,
+            **self.counts,
             **({} if self._client is None else self._client.stats()),
             "hashed_bytes": _native.hashed_bytes(),
             "tracked_requests": len(self._trackers),
@@ -577,7 +619,7 @@ class LMCacheSchedulerHalf:
             identity = RequestIdentity(
                 None, can_save=False, epoch=self._identities.epoch, adapter=None
             )
-            self._counts["bypassed_requests"] += 1
+            self.counts["bypassed_requests"] += 1
             if self._may_log():
                 compat.logger.warning(
                     "lmcache_rs: request %s bypasses the cache: %s", request.request_id, error

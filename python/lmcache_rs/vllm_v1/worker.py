@@ -517,6 +517,16 @@ class LMCacheWorkerHalf:
 
     # --- for operators ------------------------------------------------------------------------
 
+    @property
+    def local_cpu(self) -> _native.LocalCpu | None:
+        """Host memory, while there is an engine that has it."""
+        return None if self._engine is None else self._engine.local_cpu
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """This half's own counters."""
+        return self._counts
+
     def counters(self) -> dict[str, Any]:
         """What has happened since the start."""
         self._saves.collect()

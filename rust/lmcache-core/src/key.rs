@@ -14,6 +14,7 @@
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::fmt::Write as _;
+use std::sync::Arc;
 
 use sha2::{Digest as _, Sha256};
 
@@ -267,7 +268,8 @@ pub fn begins_with(namespace: &str, prefix: &str) -> bool {
 /// Gives namespaces their numbers within one index.
 #[derive(Debug, Default)]
 pub struct Namespaces {
-    ids: HashMap<Box<str>, NamespaceId>,
+    ids: HashMap<Arc<str>, NamespaceId>,
+    texts: HashMap<NamespaceId, Arc<str>>,
     next: u32,
     /// Survivors of the last sweep.
     kept: usize,
@@ -289,8 +291,15 @@ impl Namespaces {
         }
         let id = NamespaceId(self.next);
         self.next = self.next.checked_add(1)?;
-        self.ids.insert(text.into(), id);
+        let text: Arc<str> = text.into();
+        self.texts.insert(id, Arc::clone(&text));
+        self.ids.insert(text, id);
         Some(id)
+    }
+
+    /// The text of a namespace that is not forgotten.
+    pub fn text(&self, id: NamespaceId) -> Option<&Arc<str>> {
+        self.texts.get(&id)
     }
 
     /// The numbers of the namespaces whose text `chosen` chooses.
@@ -308,6 +317,7 @@ impl Namespaces {
     /// Forgets every namespace that is not in use.
     pub fn forget_all_but(&mut self, in_use: &HashSet<NamespaceId>) {
         self.ids.retain(|_, id| in_use.contains(id));
+        self.texts.retain(|id, _| in_use.contains(id));
         self.kept = self.ids.len();
     }
 }
@@ -472,8 +482,10 @@ mod tests {
         let mut namespaces = Namespaces::default();
         let first = namespaces.intern("a").expect("room");
         assert_eq!(namespaces.intern("a"), Some(first));
+        assert_eq!(namespaces.text(first).map(|text| &**text), Some("a"));
         namespaces.forget_all_but(&HashSet::new());
         assert_eq!(namespaces.get("a"), None);
+        assert_eq!(namespaces.text(first), None);
         assert_ne!(namespaces.intern("a"), Some(first));
     }
 

@@ -1,9 +1,11 @@
 //! Host bytes and their lifetime, and the L1 store under one lock.
 //!
 //! [`region::Region`] owns the memory, [`object`] says who may write or read a piece of it, and
-//! [`local_cpu::LocalCpu`] is the store: index, free extents and leases behind one mutex, with batched verbs.
+//! [`local_cpu::LocalCpu`] is the store: index, free extents and leases behind one mutex, with batched verbs. What comes and goes is told
+//! to an [`events::EventSink`], if anybody listens.
 
 pub mod error;
+pub mod events;
 mod lease;
 pub mod local_cpu;
 pub mod object;

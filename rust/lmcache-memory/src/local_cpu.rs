@@ -17,6 +17,7 @@ use lmcache_core::hot_cache::{Access, HotCache, IndexKey, Policy, Reserve};
 use lmcache_core::key::{Namespaces, begins_with};
 
 use crate::error::MemoryError;
+use crate::events::{Drained, EventSink, Text};
 use crate::lease::Leases;
 use crate::object::{Bank, ChunkMut, MemoryObj};
 use crate::region::{PAGE_BYTES, Region};
@@ -27,7 +28,7 @@ mod books;
 mod tests;
 
 pub(crate) use books::Ticket;
-use books::{Books, Shared};
+use books::{Books, Shared, Told};
 
 /// The L1 store. Clones share it.
 #[derive(Debug, Clone)]
@@ -74,6 +75,21 @@ pub struct Audit {
     pub evicted_chunks: u64,
 }
 
+/// What [`LocalCpu::usage`] knows at once.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Usage {
+    /// Bytes of the pool.
+    pub capacity_bytes: u64,
+    /// Bytes of it that are not free: stored, being written, or read by somebody still.
+    pub held_bytes: u64,
+    /// Bytes that lookups lease, each once.
+    pub leased_bytes: u64,
+    /// Published entries.
+    pub num_chunks: usize,
+    /// Entries evicted since the start.
+    pub evicted_chunks: u64,
+}
+
 impl LocalCpu {
     /// Maps a pool of `capacity` bytes (rounded down to pages) that evicts by LRU; lookups lease for `lease`.
     pub fn new(capacity: u64, lease: Duration) -> Result<Self, MemoryError> {
@@ -99,6 +115,7 @@ impl LocalCpu {
             leases: Leases::default(),
             pending_bytes: 0,
             evicted_chunks: 0,
+            told: None,
         };
         let shared = Shared {
             capacity: len,
@@ -188,10 +205,12 @@ impl LocalCpu {
                     && !reservation.is_some_and(|reservation| state.index.is_removed(reservation))
             };
             let publishable = ticket.as_mut().filter(own).filter(is_wanted);
-            match publishable.and_then(|ticket| ticket.reservation.take()) {
-                Some(reservation) => {
+            let publishable =
+                publishable.and_then(|ticket| Some((ticket.key, ticket.reservation.take()?)));
+            match publishable {
+                Some((key, reservation)) => {
                     state.pending_bytes -= object.extent().len;
-                    state.index.publish(reservation, object);
+                    state.publish(&key, reservation, object);
                 }
                 None => withdrawn.push((ticket, object)),
             }
@@ -263,7 +282,7 @@ impl LocalCpu {
         };
         if let Reserve::New(reservation) = state.index.reserve(key) {
             let object = chunk.seal(Some(key));
-            state.index.publish(reservation, object.clone());
+            state.publish(&key, reservation, object.clone());
             return Ok((true, Some(object)));
         }
         let known = state.index.peek(&key).cloned();
@@ -414,6 +433,7 @@ impl LocalCpu {
                 hash,
             })
         });
+        state.note_removed(&removed);
         drop(state);
         removed.is_some()
     }
@@ -429,6 +449,7 @@ impl LocalCpu {
                 .retain(|_, _| false, |_, object| removed.push(object));
             state.index.remove_pending();
         }
+        state.note_removed(&removed);
         drop(state);
         removed.len()
     }
@@ -458,6 +479,7 @@ impl LocalCpu {
                 index.remove_namespace(id, |_, object| removed.push(object));
             }
         }
+        state.note_removed(&removed);
         drop(state);
         removed.len()
     }
@@ -477,9 +499,83 @@ impl LocalCpu {
         state
             .index
             .retain(|_, _| false, |_, object| garbage.push(object));
+        state.note_removed(&garbage);
         state.leases.end_all(&mut garbage);
         drop(state);
         drop((garbage, broken, bank));
+    }
+
+    /// From here on what comes and goes is told, to at most one listener at a time: up to `capacity` changes
+    /// wait for [`LocalCpu::drain_events`]. Other tiers are told of through the sink. A second call gives the
+    /// same sink.
+    pub fn listen(&self, capacity: usize) -> EventSink {
+        let mut state = self.0.lock();
+        let told = state
+            .told
+            .get_or_insert_with(|| Told::new(EventSink::new(capacity)));
+        told.sink.clone()
+    }
+
+    /// What came and went since the last call, in all tiers; nothing unless somebody listens.
+    ///
+    /// The first call, and one after more than the sink holds, tells all that is stored instead: O(entries),
+    /// under the lock.
+    pub fn drain_events(&self) -> Drained {
+        let sink = self.0.lock().told.as_ref().map(|told| told.sink.clone());
+        let Some(sink) = sink else {
+            return Drained::default();
+        };
+        if let Some(events) = sink.take() {
+            return Drained {
+                is_anew: false,
+                events,
+            };
+        }
+        let mut l1 = Vec::new();
+        let state = self.0.lock();
+        if let Some(told) = state.told.as_ref().filter(|_| state.is_open()) {
+            let event =
+                |(key, object): (_, &MemoryObj)| told.event(true, key, object, &state.namespaces);
+            l1.extend(state.index.residents().map(event));
+        }
+        let events = sink.begin_anew(l1);
+        drop(state);
+        Drained {
+            is_anew: true,
+            events,
+        }
+    }
+
+    /// The books' sums as they stand, at a cost that does not grow with what is stored.
+    pub fn usage(&self) -> Usage {
+        let mut garbage = Vec::new();
+        let mut state = self.0.lock();
+        state.settle(Instant::now(), &mut garbage);
+        let usage = Usage {
+            capacity_bytes: self.0.capacity,
+            held_bytes: if state.is_open() {
+                self.0.capacity - state.extents.free_bytes()
+            } else {
+                0
+            },
+            leased_bytes: state.leases.distinct_bytes(),
+            num_chunks: state.index.num_resident(),
+            evicted_chunks: state.evicted_chunks,
+        };
+        drop(state);
+        drop(garbage);
+        usage
+    }
+
+    /// Every published chunk: namespace and hash. O(entries), as [`LocalCpu::audit`].
+    pub fn chunks(&self) -> Vec<(Text, ChunkHash)> {
+        let state = self.0.lock();
+        let residents = state.index.residents().filter(|_| state.is_open());
+        let name = |(key, _): (&IndexKey, _)| {
+            let namespace = state.namespaces.text(key.namespace)?;
+            Some((Text::clone(namespace), key.hash))
+        };
+        residents.filter_map(name).collect()
     }
 
     /// Walks the books. O(entries): for tests and operators, not for a hot path.

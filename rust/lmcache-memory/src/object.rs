@@ -76,6 +76,7 @@ pub struct ChunkMut {
     ticket: Option<Ticket>,
     piece: Piece,
     positions: Option<Box<Positions>>,
+    num_tokens: u32,
 }
 
 /// One pointer wide where there are none: most chunks have none, and there may be a million of them.
@@ -87,6 +88,7 @@ impl ChunkMut {
             ticket,
             piece: Piece { bank, extent, len },
             positions: None,
+            num_tokens: 0,
         }
     }
 
@@ -118,6 +120,11 @@ impl ChunkMut {
         self.positions.as_deref().map(|positions| &*positions.0)
     }
 
+    /// Notes how many tokens the chunk holds, for whoever hears of its coming and going.
+    pub fn set_num_tokens(&mut self, num_tokens: usize) {
+        self.num_tokens = u32::try_from(num_tokens).unwrap_or(u32::MAX);
+    }
+
     /// Whether `bank` gave the bytes: only there may they be published, and go back to.
     pub(crate) fn is_of(&self, bank: &Weak<Bank>) -> bool {
         ptr::eq(Arc::as_ptr(&self.piece.bank), bank.as_ptr())
@@ -141,6 +148,7 @@ impl ChunkMut {
             positions: self.positions,
             key,
             waiting: AtomicU32::new(0),
+            num_tokens: self.num_tokens,
         }))
     }
 
@@ -166,6 +174,8 @@ struct Sealed {
     /// Lookups that hold the object for a request not yet allocated. Only for the share such leases may
     /// take of the pool; what may be evicted is decided by sole ownership alone.
     waiting: AtomicU32,
+    /// In what would be padding.
+    num_tokens: u32,
     piece: Piece,
     key: Option<IndexKey>,
     positions: Option<Box<Positions>>,
@@ -203,6 +213,11 @@ impl MemoryObj {
     /// Handles that share the object now, the store's own included.
     pub fn ref_count(&self) -> usize {
         Arc::strong_count(&self.0)
+    }
+
+    /// Tokens in the chunk; 0 where its writer did not say.
+    pub fn num_tokens(&self) -> u32 {
+        self.0.num_tokens
     }
 
     pub(crate) fn key(&self) -> Option<&IndexKey> {

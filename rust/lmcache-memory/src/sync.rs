@@ -7,7 +7,7 @@ pub(crate) use self::inner::*;
 
 #[cfg(not(lmcache_loom))]
 mod inner {
-    pub(crate) use std::sync::atomic::{AtomicU32, Ordering};
+    pub(crate) use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
     pub(crate) use std::sync::{Arc, Weak};
 
     pub(crate) use parking_lot::{Mutex, MutexGuard};
@@ -31,7 +31,7 @@ mod inner {
 
     pub(crate) use loom::sync::Arc;
     pub(crate) use loom::sync::MutexGuard;
-    pub(crate) use loom::sync::atomic::{AtomicU32, Ordering};
+    pub(crate) use loom::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
     /// loom has no weak handles; a strong one does where nothing owns itself.
     #[derive(Debug)]

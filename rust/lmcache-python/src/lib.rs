@@ -2,6 +2,7 @@
 
 mod background;
 mod errors;
+mod events;
 mod gate;
 mod key;
 mod layer_copy;
@@ -18,6 +19,8 @@ mod transfer;
 mod _native {
     #[pymodule_export]
     use crate::background::{Transfer, TransferQueue};
+    #[pymodule_export]
+    use crate::events::EventSink;
     #[pymodule_export]
     use crate::key::{encode_key, namespace_begins_with, parse_key};
     #[pymodule_export]
@@ -40,7 +43,7 @@ mod _native {
         Chain, chunk_aligned, encode_extra_keys, hashed_bytes, leading_false, sha256_cbor,
     };
     #[pymodule_export]
-    use crate::transfer::{PagedCache, gather, load, scatter, store};
+    use crate::transfer::{PagedCache, copy_seconds, gather, load, scatter, store};
 
     /// What this build is: version, profile, whether debug assertions are on.
     #[pymodule_export]

@@ -111,12 +111,21 @@ impl LocalCpu {
         }))
     }
 
-    /// Publishes memory that `allocate` gave and seals it; false if the key was known already.
-    fn put(&self, namespace: &str, hash: &[u8], memory_obj: &MemoryObj) -> PyResult<bool> {
+    /// Publishes memory that `allocate` gave and seals it; false if the key was known already. `num_tokens`
+    /// is for whoever hears of the chunk.
+    #[pyo3(signature = (namespace, hash, memory_obj, num_tokens = 0))]
+    fn put(
+        &self,
+        namespace: &str,
+        hash: &[u8],
+        memory_obj: &MemoryObj,
+        num_tokens: usize,
+    ) -> PyResult<bool> {
         let store = self.store()?;
         let hash = chunk_hash(hash, "hash")?;
         memory_obj.require_puttable(store)?;
-        let chunk = memory_obj.take_writable()?;
+        let mut chunk = memory_obj.take_writable()?;
+        chunk.set_num_tokens(num_tokens);
         let (stored, object) = caught(|| store.put_and_hold(namespace, hash, chunk))?;
         if let Some(object) = object {
             memory_obj.shared.seal(object);
@@ -182,6 +191,29 @@ impl LocalCpu {
             store.close();
             Ok::<_, NativeError>(())
         })
+    }
+
+    /// The books' sums as they stand, at a cost that does not grow with what is stored.
+    fn usage<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let store = self.store()?;
+        let usage = caught(|| Ok::<_, NativeError>(store.usage()))?;
+        let sums = PyDict::new(py);
+        sums.set_item("capacity_bytes", usage.capacity_bytes)?;
+        sums.set_item("held_bytes", usage.held_bytes)?;
+        sums.set_item("leased_bytes", usage.leased_bytes)?;
+        sums.set_item("chunks", usage.num_chunks)?;
+        sums.set_item("evicted_chunks", usage.evicted_chunks)?;
+        Ok(sums)
+    }
+
+    /// `(namespace, hash)` of every stored chunk.
+    fn chunks<'py>(&self, py: Python<'py>) -> PyResult<Vec<(String, Bound<'py, PyBytes>)>> {
+        let store = self.store()?;
+        let chunks = enter(py, || Ok::<_, NativeError>(store.chunks()))?;
+        let named = chunks
+            .into_iter()
+            .map(|(namespace, hash)| (namespace.to_string(), PyBytes::new(py, &hash.0)));
+        Ok(named.collect())
     }
 
     /// The books, walked entry by entry.

@@ -314,3 +314,10 @@ pub(crate) fn spans<'a>(
         })
         .collect()
 }
+
+/// Seconds that this process has spent in copies out of engines' caches and into them.
+#[pyfunction]
+pub(crate) fn copy_seconds() -> (f64, f64) {
+    let (gather, scatter) = lmcache_transfer::copy_job::copy_nanoseconds();
+    (gather as f64 / 1e9, scatter as f64 / 1e9)
+}

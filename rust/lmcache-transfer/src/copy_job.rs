@@ -2,6 +2,8 @@
 
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Instant;
 
 use lmcache_core::layout::{CopyPlan, Placement};
 use lmcache_memory::object::{ChunkMut, MemoryObj};
@@ -122,6 +124,7 @@ impl<C> CopyJob<C> {
     where
         C: Send,
     {
+        let _timed = Timed::begin(&GATHER_NS);
         let call_bytes = self.layer_bytes() * layers.len();
         let steps = self.parts.iter_mut().flat_map(|part| {
             let range = part.range(&layers);
@@ -140,6 +143,7 @@ impl<C> CopyJob<C> {
     where
         C: Sync,
     {
+        let _timed = Timed::begin(&SCATTER_NS);
         let call_bytes = self.layer_bytes() * layers.len();
         let steps = self.parts.iter().flat_map(|part| {
             let range = part.range(&layers);
@@ -151,6 +155,36 @@ impl<C> CopyJob<C> {
         self.paged.each(steps, call_bytes, |(layer, plan, source)| {
             self.paged.scatter(layer, plan, source, call_bytes);
         });
+    }
+}
+
+static GATHER_NS: AtomicU64 = AtomicU64::new(0);
+static SCATTER_NS: AtomicU64 = AtomicU64::new(0);
+
+/// Nanoseconds that this process has spent in copies out of engines' caches and into them. A copy that several
+/// threads share counts once; copies that run at the same time count each.
+pub fn copy_nanoseconds() -> (u64, u64) {
+    let [gather, scatter] = [&GATHER_NS, &SCATTER_NS].map(|spent| spent.load(Ordering::Relaxed));
+    (gather, scatter)
+}
+
+/// Adds the time until it is dropped.
+struct Timed {
+    into: &'static AtomicU64,
+    began: Instant,
+}
+
+impl Timed {
+    fn begin(into: &'static AtomicU64) -> Self {
+        let began = Instant::now();
+        Self { into, began }
+    }
+}
+
+impl Drop for Timed {
+    fn drop(&mut self) {
+        let spent = self.began.elapsed().as_nanos() as u64;
+        self.into.fetch_add(spent, Ordering::Relaxed);
     }
 }
 

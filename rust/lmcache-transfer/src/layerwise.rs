@@ -55,8 +55,9 @@ impl StoreJob {
                 .map_or(0, |stopped_at| num_placed - stopped_at);
             reserved = given.chunks;
         }
-        let parts = reserved.into_iter().map(|(index, chunk)| {
+        let parts = reserved.into_iter().map(|(index, mut chunk)| {
             let num_tokens = chunks.tokens_in(index);
+            chunk.set_num_tokens(num_tokens);
             stored.chunks += 1;
             stored.tokens += num_tokens;
             let placement = chunks.placement_of(index, layout.block_tokens());

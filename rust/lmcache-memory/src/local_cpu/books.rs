@@ -1,6 +1,7 @@
 //! The books of L1 and their lock: what is free, what is stored, who waits.
 
 use std::collections::HashSet;
+use std::mem;
 use std::ops::{Deref, DerefMut};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -9,6 +10,7 @@ use lmcache_core::extent::{Extent, Extents};
 use lmcache_core::hot_cache::{HotCache, IndexKey, Reservation, Victim};
 use lmcache_core::key::{NamespaceId, Namespaces};
 
+use crate::events::{Event, EventSink, LOCAL_CPU, News, Text};
 use crate::lease::Leases;
 use crate::object::{Bank, MemoryObj};
 use crate::sync::{Arc, Mutex, MutexGuard, Weak};
@@ -35,6 +37,80 @@ pub(super) struct Books {
     pub(super) leases: Leases,
     pub(super) pending_bytes: u64,
     pub(super) evicted_chunks: u64,
+    pub(super) told: Option<Told>,
+}
+
+/// What a listener will be told of, once the lock is gone.
+#[derive(Debug)]
+pub(super) struct Told {
+    pub(super) sink: EventSink,
+    tier: Text,
+    changes: Vec<Event>,
+    /// More changes than the sink holds, which need not be told one by one.
+    is_too_much: bool,
+}
+
+impl Told {
+    pub(super) fn new(sink: EventSink) -> Self {
+        Self {
+            sink,
+            tier: LOCAL_CPU.into(),
+            changes: Vec::new(),
+            is_too_much: false,
+        }
+    }
+
+    pub(super) fn event(
+        &self,
+        is_stored: bool,
+        key: &IndexKey,
+        object: &MemoryObj,
+        namespaces: &Namespaces,
+    ) -> Event {
+        let namespace = namespaces.text(key.namespace);
+        Event {
+            is_stored,
+            tier: Text::clone(&self.tier),
+            namespace: namespace.map_or_else(|| Text::from(""), Text::clone),
+            hash: key.hash,
+            bytes: object.len() as u64,
+            tokens: object.num_tokens(),
+        }
+    }
+
+    pub(super) fn note(
+        &mut self,
+        is_stored: bool,
+        key: &IndexKey,
+        object: &MemoryObj,
+        namespaces: &Namespaces,
+    ) {
+        if self.is_too_much {
+            return;
+        }
+        if self.changes.len() >= self.sink.capacity() {
+            self.lose();
+            return;
+        }
+        let event = self.event(is_stored, key, object, namespaces);
+        self.changes.push(event);
+    }
+
+    /// The listener has to start anew.
+    pub(super) fn lose(&mut self) {
+        self.is_too_much = true;
+        self.changes = Vec::new();
+    }
+
+    /// A place in line for what was noted.
+    fn news(&mut self) -> Option<News> {
+        if self.changes.is_empty() && !self.is_too_much {
+            return None;
+        }
+        let changes = mem::take(&mut self.changes);
+        let is_whole = !mem::take(&mut self.is_too_much);
+        Some(self.sink.news(is_whole.then_some(changes)))
+    }
 }
 
 /// Withdraws a reservation whose chunk is dropped before it is committed.
@@ -64,6 +140,7 @@ impl Shared {
     pub(super) fn lock(&self) -> Locked<'_> {
         Locked {
             state: self.state.lock(),
+            news: None,
             in_panic: thread::panicking(),
         }
     }
@@ -76,6 +153,8 @@ impl Shared {
 /// handed out own their extents and their memory without the books, and stay as they are.
 pub(super) struct Locked<'a> {
     state: MutexGuard<'a, Books>,
+    /// Dropped, and so told, after the lock.
+    news: Option<News>,
     /// It was a panic elsewhere that led here, e.g. to the drop of a chunk.
     in_panic: bool,
 }
@@ -98,7 +177,12 @@ impl Drop for Locked<'_> {
     fn drop(&mut self) {
         if thread::panicking() && !self.in_panic {
             self.state.broken = true;
+            // Nothing is found from here on.
+            if let Some(told) = &mut self.state.told {
+                told.lose();
+            }
         }
+        self.news = self.state.told.as_mut().and_then(Told::news);
     }
 }
 
@@ -122,6 +206,24 @@ impl Books {
     pub(super) fn take_back(&mut self, bank: &Bank) {
         for extent in bank.take_returned() {
             self.extents.free(extent);
+        }
+    }
+
+    /// Publishes a chunk: from here on it is found.
+    pub(super) fn publish(&mut self, key: &IndexKey, reservation: Reservation, object: MemoryObj) {
+        if let Some(told) = &mut self.told {
+            told.note(true, key, &object, &self.namespaces);
+        }
+        self.index.publish(reservation, object);
+    }
+
+    /// Notes that chunks are found no more.
+    pub(super) fn note_removed<'a>(&mut self, removed: impl IntoIterator<Item = &'a MemoryObj>) {
+        let Some(told) = &mut self.told else { return };
+        for object in removed {
+            if let Some(key) = object.key() {
+                told.note(false, key, object, &self.namespaces);
+            }
         }
     }
 
@@ -188,6 +290,9 @@ impl Books {
         if gone {
             self.evicted_chunks += victims.len() as u64;
             for victim in victims {
+                if let Some(told) = &mut self.told {
+                    told.note(false, &victim.key, &victim.value, &self.namespaces);
+                }
                 victim.value.into_extent();
             }
             return;
