@@ -2,7 +2,8 @@
 
 Every engine lives in a process of its own, forked from a server that has imported
 vLLM once. ``inproc`` keeps scheduler and worker together in that process; ``mp`` is
-vLLM's default: an engine process and a worker process beneath it.
+vLLM's default: an engine process and a worker process beneath it; ``async`` is the same
+beneath the asynchronous engine of vLLM's servers.
 """
 
 from __future__ import annotations
@@ -12,20 +13,18 @@ import contextlib
 import json
 import multiprocessing
 import os
-import sys
 import tempfile
 import time
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import models
 from probe_names import FOLDER_VARIABLE, SCHEDULER_FILE
+from serving import COUNTERS, serve
 
 HERE = Path(__file__).parent
-NUM_LOGPROBS = 5
 START_TIMEOUT_S = 240.0
 CALL_TIMEOUT_S = 240.0
 FIRST_TOKEN_ID = 3
@@ -41,12 +40,6 @@ _ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "INFO",
-}
-_COUNTERS = {
-    "vllm:prefix_cache_hits": "local_tokens",
-    "vllm:external_prefix_cache_hits": "external_tokens",
-    "vllm:external_prefix_cache_queries": "external_queries",
-    "vllm:num_preemptions": "preemptions",
 }
 
 
@@ -82,8 +75,10 @@ class EngineSpec:
     """How to start one engine. Sizes in tokens unless the name says otherwise.
 
     ``connector``: ``probe`` watches the shipped connector, ``plain`` is the shipped
-    connector by its registered name, None is vLLM alone. ``pool_bytes`` is the size of
-    the connector's memory; ``extra`` holds further ``lmcache.*`` settings.
+    connector by its registered name, None is vLLM alone; several, with ``+`` between them, are
+    children of vLLM's MultiConnector, and ``module:Class`` is a connector of the tests.
+    ``pool_bytes`` is the size of the connector's memory; ``extra`` holds further ``lmcache.*``
+    settings, ``options`` further arguments of ``vllm.LLM`` as JSON.
     """
 
     connector: str | None = "probe"
@@ -103,28 +98,43 @@ class EngineSpec:
     layerwise: bool = LAYERWISE
     extra: tuple[tuple[str, Any], ...] = ()
     env: tuple[tuple[str, str], ...] = ()
+    load_failure_policy: str = "recompute"
+    options: str = "{}"
     # Anything else may use the same model from a folder of its own.
     model_path: str | None = None
+
+    @property
+    def has_probe(self) -> bool:
+        """Whether a probe watches."""
+        return "probe" in (self.connector or "").split("+")
 
     def connector_config(self) -> dict[str, Any] | None:
         """The value of vLLM's ``kv_transfer_config``, or None without a connector."""
         if self.connector is None:
             return None
+        configs = [self._config_of(name) for name in self.connector.split("+")]
+        if len(configs) == 1:
+            return configs[0] | {"kv_load_failure_policy": self.load_failure_policy}
+        return {
+            "kv_connector": "MultiConnector",
+            "kv_role": self.kv_role,
+            "kv_load_failure_policy": self.load_failure_policy,
+            "kv_connector_extra_config": {"connectors": configs},
+        }
+
+    def _config_of(self, name: str) -> dict[str, Any]:
         settings: dict[str, Any] = {"lmcache.max_local_cpu_size": self.pool_bytes / GIB}
         if self.chunk_size is not None:
             settings["lmcache.chunk_size"] = self.chunk_size
         if self.layerwise:
             settings["lmcache.use_layerwise"] = True
-        config: dict[str, Any] = {
-            "kv_role": self.kv_role,
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": settings | dict(self.extra),
-        }
-        if self.connector == "probe":
-            config |= {"kv_connector": "ProbeConnector", "kv_connector_module_path": "probe"}
-        else:
+        config: dict[str, Any] = {"kv_role": self.kv_role}
+        if name == "plain":
             config |= {"kv_connector": "LMCacheRsConnector"}
-        return config
+        else:
+            module, _, kind = (name if ":" in name else "probe:ProbeConnector").partition(":")
+            config |= {"kv_connector": kind, "kv_connector_module_path": module}
+        return config | {"kv_connector_extra_config": settings | dict(self.extra)}
 
     def llm_arguments(self) -> dict[str, Any]:
         """Keyword arguments of ``vllm.LLM``, connector aside."""
@@ -144,7 +154,7 @@ class EngineSpec:
         }
         if self.num_blocks is not None:
             arguments["num_gpu_blocks_override"] = self.num_blocks
-        if self.connector == "probe":
+        if self.has_probe:
             arguments["worker_extension_cls"] = "probe.ProbeWorker"
         if self.model == "tiny-mla":
             # vLLM 0.32's CPU kernel of interleaved rotary embeddings rotates wrong numbers, and
@@ -152,7 +162,7 @@ class EngineSpec:
             arguments["compilation_config"] = {"custom_ops": ["all", "-rotary_embedding"]}
         if self.lora:
             arguments |= {"enable_lora": True, "max_lora_rank": models.LORA_RANK, "max_loras": 2}
-        return arguments
+        return arguments | json.loads(self.options)
 
 
 @dataclass(frozen=True)
@@ -162,6 +172,7 @@ class Answer:
     tokens: tuple[int, ...]
     logprobs: tuple[dict[int, float], ...]
     cached_tokens: int
+    finish_reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -173,6 +184,8 @@ class Reply:
     external_tokens: int
     external_queries: int
     preemptions: int
+    drafted_tokens: int
+    accepted_tokens: int
     seconds: float
 
 
@@ -198,6 +211,7 @@ class Report:
             "unaligned_starts",
             "diverging_chunks",
             "early_layers",
+            "unremoved_chunks",
         )
         return {kind: self.probe[kind] for kind in kinds if self.probe.get(kind)}
 
@@ -210,6 +224,20 @@ class Report:
         assert not self.counters.get("faults"), self.counters
         assert not self.counters.get("failed_loads"), self.counters
         assert not self.scheduler.get("faults"), self.scheduler
+
+    def after(self, earlier: Report) -> Report:
+        """This report with an earlier one's findings added."""
+        for name, count in earlier.probe.items():
+            self.probe[name] = self.probe.get(name, 0) + count
+        self.details = earlier.details + self.details
+        return self
+
+    def held(self) -> dict[str, int]:
+        """What is held for requests, by name: leases, reserved bytes, lookups, trackers."""
+        memory = {name: self.memory[name] for name in ("leases", "leased_bytes", "reserved_bytes")}
+        names = ("tracked_requests", "pending_lookups", "pending_leases")
+        requests = {name: self.scheduler.get(name, 0) for name in names}
+        return {name: count for name, count in (memory | requests).items() if count}
 
     def assert_settled(self) -> None:
         """Raises AssertionError if a lease is left or bytes are unaccounted for."""
@@ -239,7 +267,7 @@ class Engine:
         context = _context()
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(
-            target=_serve, args=(theirs, spec, environment, str(self._log)), daemon=False
+            target=serve, args=(theirs, spec, environment, str(self._log)), daemon=False
         )
         self._process.start()
         theirs.close()
@@ -253,7 +281,7 @@ class Engine:
             text = f"{value}\n{self.log()}"
             self.close()
             raise EngineStartError(text)
-        self._counters: dict[str, int] = dict.fromkeys(_COUNTERS.values(), 0)
+        self._counters: dict[str, int] = dict.fromkeys(COUNTERS.values(), 0)
         self._poison_seed = 0
 
     def __enter__(self) -> Engine:
@@ -322,7 +350,7 @@ class Engine:
     def cool(self) -> None:
         """Resets vLLM's prefix cache and overwrites all its KV memory with noise."""
         self.reset()
-        if self.spec.connector == "probe":
+        if self.spec.has_probe:
             self._poison_seed += 1
             written = self._call("rpc", "probe_poison", self._poison_seed)[0]
             assert written > 0
@@ -330,6 +358,18 @@ class Engine:
     def plant(self, fault: str) -> None:
         """Spoils the next load; the faults are named in ``probe_names.FAULTS``."""
         self._call("rpc", "probe_fault", fault)
+
+    def worker(self, method: str, *given: Any) -> Any:
+        """What a method of ``ProbeWorker`` returns."""
+        return self._call("rpc", method, *given)[0]
+
+    def script(self, name: str, *given: Any, timeout: float = CALL_TIMEOUT_S) -> Any:
+        """Runs ``module:function`` of this folder in the process that holds the LLM object.
+
+        The function gets that object, then what is given here.
+        """
+        module, _, function = name.partition(":")
+        return self._call("script", module, function, *given, timeout=timeout)
 
     def report(self) -> Report:
         """The probe's findings since the last call, of worker and scheduler."""
@@ -345,12 +385,26 @@ class Engine:
         report = self.report()
         if report.memory.get("leases") or report.memory.get("reserved_bytes"):
             self.idle_step()
-            later = self.report()
-            for name, count in report.probe.items():
-                later.probe[name] = later.probe.get(name, 0) + count
-            later.details = report.details + later.details
-            report = later
+            report = self.report().after(report)
         return report
+
+    def idle_report(self, timeout: float = 10.0) -> Report:
+        """A report once nothing is held any more, without any further request.
+
+        Raises AssertionError if that does not come to pass in ``timeout`` seconds.
+        """
+        self._call("idle")
+        until = time.monotonic() + timeout
+        report = self.report()
+        while True:
+            held = report.held()
+            if not held:
+                report.assert_settled()
+                return report
+            if time.monotonic() >= until:
+                raise AssertionError(f"still held {timeout:.0f} s after the last request: {held}")
+            time.sleep(0.05)
+            report = self.report().after(report)
 
     def log(self) -> str:
         """All that the engine's processes have printed."""
@@ -421,111 +475,4 @@ def _context() -> Any:
     return context
 
 
-def _serve(pipe: Any, spec: EngineSpec, environment: dict[str, str], log: str) -> None:
-    """The engine's process: starts vLLM, then answers until told to close."""
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    os.environ.update(environment)
-    if str(HERE) not in sys.path:
-        sys.path.insert(0, str(HERE))
-    try:
-        from vllm.config import KVTransferConfig
-
-        from vllm import LLM
-
-        arguments = spec.llm_arguments()
-        config = spec.connector_config()
-        if config is not None:
-            arguments["kv_transfer_config"] = KVTransferConfig(**config)
-        llms = [LLM(**arguments)]
-    except BaseException:
-        pipe.send(("failed", traceback.format_exc()))
-        return
-    pipe.send(("ready", None))
-
-    def twin() -> None:
-        again = dict(arguments)
-        if config is not None:
-            again["kv_transfer_config"] = KVTransferConfig(**config)
-        llms.append(LLM(**again))
-
-    operations: dict[str, Callable[..., Any]] = {
-        "ask": lambda prompts, max_tokens, which=0: _generate(llms[which], prompts, max_tokens),
-        "reset": lambda connector, which=0: llms[which].reset_prefix_cache(
-            reset_connector=connector
-        ),
-        "rpc": lambda method, *given: llms[0].collective_rpc(method, args=given),
-        "twin": twin,
-    }
-    while True:
-        try:
-            operation, given = pipe.recv()
-        except EOFError:
-            break
-        if operation == "close":
-            break
-        try:
-            pipe.send(("ok", operations[operation](*given)))
-        except Exception:
-            pipe.send(("error", traceback.format_exc()))
-    for llm in llms:
-        with contextlib.suppress(Exception):
-            llm.llm_engine.engine_core.shutdown()
-    sys.stdout.flush()
-
-
-def _generate(llm: Any, prompts: list[Prompt], max_tokens: int) -> Any:
-    from vllm.lora.request import LoRARequest
-
-    from vllm import SamplingParams
-
-    sampling = [
-        SamplingParams(
-            temperature=0,
-            max_tokens=max_tokens,
-            logprobs=NUM_LOGPROBS,
-            detokenize=False,
-            ignore_eos=True,
-            extra_args={"kv_transfer_params": dict(prompt.configs)} if prompt.configs else None,
-        )
-        for prompt in prompts
-    ]
-    inputs: list[dict[str, Any]] = []
-    adapters: list[LoRARequest | None] = []
-    for prompt in prompts:
-        entry: dict[str, Any] = {"prompt_token_ids": list(prompt.tokens)}
-        if prompt.salt is not None:
-            entry["cache_salt"] = prompt.salt
-        inputs.append(entry)
-        if prompt.lora is None:
-            adapters.append(None)
-        else:
-            seed = sum(prompt.lora.encode())
-            folder = prompt.lora_path or str(models.lora_adapter(prompt.lora, seed))
-            adapters.append(LoRARequest(prompt.lora, prompt.lora_id or seed, folder))
-    outputs = llm.generate(
-        inputs,
-        sampling,
-        use_tqdm=False,
-        lora_request=adapters if any(adapters) else None,
-    )
-    answers = [
-        Answer(
-            tuple(output.outputs[0].token_ids),
-            tuple(
-                {token: entry.logprob for token, entry in position.items()}
-                for position in output.outputs[0].logprobs
-            ),
-            output.num_cached_tokens or 0,
-        )
-        for output in outputs
-    ]
-    counters = dict.fromkeys(_COUNTERS.values(), 0)
-    for metric in llm.get_metrics():
-        if metric.name in _COUNTERS:
-            counters[_COUNTERS[metric.name]] += int(metric.value)
-    return answers, counters
-
-
-assert {f.name for f in fields(Reply)} >= set(_COUNTERS.values())
+assert {f.name for f in fields(Reply)} >= set(COUNTERS.values())

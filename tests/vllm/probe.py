@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from probe_breaks import LoadBreaker
 from probe_layers import LayerWatch
 from probe_names import FAULTS, FOLDER_VARIABLE, SCHEDULER_FILE
 
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
 
 HASH_BYTES = 32
 # A chunk may be computed twice and differ in its last bits; each such version is kept.
@@ -85,6 +88,9 @@ class ProbeConnector(LMCacheConnectorV1Dynamic):
         self.layers: list[torch.Tensor] = []
         self.recorded: dict[Key, list[Version]] = {}
         self.fault: str | None = None
+        self.breaker: LoadBreaker | None = None
+        # Of loads that will fail in this step: the first chunk that is not loaded.
+        self._broken: dict[str, int] = {}
         self.totals: Counter[str] = Counter()
         self.details: list[str] = []
         _worker_probe = self
@@ -93,11 +99,35 @@ class ProbeConnector(LMCacheConnectorV1Dynamic):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         meta: KVConnectorMetadata = super().build_connector_meta(scheduler_output)
+        self._write_scheduler_file()
+        return meta
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        super().update_connector_output(connector_output)
+        self._write_scheduler_file()
+
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        answer = super().request_finished(request, block_ids)
+        self._write_scheduler_file()
+        return answer
+
+    def _write_scheduler_file(self) -> None:
         if self._probe_file is not None:
             scratch = self._probe_file.with_suffix(".new")
-            scratch.write_text(json.dumps(self.counters()), encoding="utf-8")
+            scratch.write_text(json.dumps(self.counters() | self._pending()), encoding="utf-8")
             scratch.replace(self._probe_file)
-        return meta
+
+    def _pending(self) -> dict[str, int]:
+        """Requests whose lookups have not ended, and those that may hold a lease for one."""
+        half = self._manager.scheduler
+        client: Any = getattr(half, "_client", None)
+        # The client that routes holds the one that asks.
+        client = getattr(client, "_client", client)
+        if client is None:
+            return {}
+        return {"pending_lookups": len(client._records), "pending_leases": len(client._leased)}
 
     # The worker's half.
 
@@ -110,6 +140,9 @@ class ProbeConnector(LMCacheConnectorV1Dynamic):
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         self._probe_meta = connector_metadata
         self._watch = None
+        if self._probe_is_worker and self.breaker is not None:
+            requests = getattr(connector_metadata, "requests", [])
+            self._broken = self.breaker.begin_step(requests)
         super().bind_connector_metadata(connector_metadata)
 
     @torch.inference_mode()
@@ -167,12 +200,20 @@ class ProbeConnector(LMCacheConnectorV1Dynamic):
             self._watch = None
         for request in getattr(self._probe_meta, "requests", []):
             spec = request.save_spec
-            if spec is None or not spec.can_save:
+            # What a step computed on a load that failed must never be found again.
+            if spec is None or not spec.can_save or self._broken:
                 continue
             first = spec.skip_leading_tokens // self.chunk_size
             for chunk in range(first, request.num_tokens // self.chunk_size):
                 self._record(self._key(request, chunk), self._chunk_blocks(request, chunk))
         self.totals["steps"] += 1
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        failed = super().get_block_ids_with_load_errors()
+        if self.breaker is not None:
+            for name in self.breaker.found_again():
+                self.note("unremoved_chunks", f"{name}: its load failed, and it is still found")
+        return failed
 
     # What the test asks for.
 
@@ -223,6 +264,8 @@ class ProbeConnector(LMCacheConnectorV1Dynamic):
             last = -(-spec.lmcache_cached_tokens // self.block_size)
             for block in range(first, last):
                 chunk, inside = divmod(block * self.block_size, self.chunk_size)
+                if chunk >= self._broken.get(request.req_id, last):
+                    break
                 key = self._key(request, chunk)
                 is_shared = (chunk + 1) * self.chunk_size > spec.computed_from
                 block_in_chunk = inside // self.block_size
@@ -367,6 +410,12 @@ class ProbeWorker:
 
     def probe_fault(self, fault: str) -> None:
         _probe().fault = fault
+
+    def probe_break_loads(self, how: str, one_in: int = 1, limit: int | None = None) -> None:
+        """See ``LoadBreaker``; ``"nothing"`` breaks none from now on."""
+        probe = _probe()
+        probe.breaker = None if how == "nothing" else LoadBreaker(probe, how, one_in, limit)
+        probe._broken = {}
 
 
 def _probe() -> ProbeConnector:
