@@ -37,14 +37,14 @@ class LoadBreaker:
         self._random = random.Random(f"{how} {one_in}")
         # Requests of the current step, each with the first chunk that will not be loaded.
         self._broken: dict[str, int] = {}
-        self._requests: dict[str, Any] = {}
+        # Requests whose loads were broken, with the chunk, until the connector reports a failure.
+        self._unreported: list[tuple[Any, int]] = []
         if how == "raise":
             self._wrap_copies()
 
     def begin_step(self, requests: list[Any]) -> dict[str, int]:
         """Breaks loads of a step before they start; the first chunk that each of them lacks."""
         self._broken = {}
-        self._requests = {}
         for request in requests:
             spec = request.load_spec
             if spec is None or not spec.can_load or self._left == 0:
@@ -57,19 +57,20 @@ class LoadBreaker:
             last = len(request.hashes) // HASH_BYTES
             chunk = self._random.randrange(first, last) if self._how == "vanish" else first
             self._broken[request.req_id] = chunk
-            self._requests[request.req_id] = request
+            self._unreported.append((request, chunk))
             self._probe.totals["broken_loads"] += 1
             if self._how == "vanish":
                 self._remove(request, chunk, last)
         return self._broken
 
     def found_again(self) -> list[str]:
-        """Requests of this step whose load has failed and would be promised once more."""
+        """Requests whose load has failed, as is reported now, and would be promised once more."""
         store = self._probe._manager.worker._engine.local_cpu
+        unreported, self._unreported = self._unreported, []
         return [
-            req_id
-            for req_id, request in self._requests.items()
-            if store.longest_prefix(request.namespace, request.hashes) > self._broken[req_id]
+            request.req_id
+            for request, chunk in unreported
+            if store.longest_prefix(request.namespace, request.hashes) > chunk
         ]
 
     def _remove(self, request: Any, chunk: int, last: int) -> None:
@@ -82,18 +83,23 @@ class LoadBreaker:
 
     def _wrap_copies(self) -> None:
         engine: Any = self._probe._manager.worker._engine
-        load_chunks, add_load = engine.load_chunks, layerwise.LayerwiseStep.add_load
-
-        def bulk(lookup_id: str, *given: Any, **named: Any) -> Any:
-            self._raise_if_broken(lookup_id)
-            return load_chunks(lookup_id, *given, **named)
+        for name in ("load_chunks", "begin_load_chunks"):
+            if hasattr(engine, name):
+                setattr(engine, name, self._broken_copy(getattr(engine, name)))
+        add_load = layerwise.LayerwiseStep.add_load
 
         def by_layer(step: Any, request: Any) -> Any:
             self._raise_if_broken(request.req_id)
             return add_load(step, request)
 
-        engine.load_chunks = bulk
         layerwise.LayerwiseStep.add_load = by_layer  # type: ignore[method-assign]
+
+    def _broken_copy(self, copy: Any) -> Any:
+        def copies(lookup_id: str, *given: Any, **named: Any) -> Any:
+            self._raise_if_broken(lookup_id)
+            return copy(lookup_id, *given, **named)
+
+        return copies
 
     def _raise_if_broken(self, req_id: str) -> None:
         if req_id in self._broken:

@@ -127,10 +127,40 @@ def preempt_after(
             break
     steps.preempt(req_id)
     assert steps.scheduler.reset_prefix_cache()
-    request = steps.inner(req_id)
+    connector = steps.scheduler.connector
+    before = connector.counters()["promised_tokens"]
     steps.to_the_end()
     run_idle(llm)
-    return steps.answers[req_id], int(request.num_external_computed_tokens)
+    return steps.answers[req_id], connector.counters()["promised_tokens"] - before
+
+
+def guess_drafts(llm: Any, known: list[tuple[int, ...]], seed: str) -> None:
+    """Makes vLLM's n-gram drafter guess from these texts, now and then wrongly.
+
+    A random model repeats nothing, so its own drafts would all be refused.
+    """
+    from vllm.v1.spec_decode.ngram_proposer import NgramProposer
+
+    rng = random.Random(seed)
+
+    def batch_propose(
+        self: Any, num_requests: int, valid: list[int], lengths: Any, tokens: Any, k: int
+    ) -> list[list[int]]:
+        return [
+            draft(tuple(tokens[n, : lengths[n]].tolist()), k) if n in valid else []
+            for n in range(num_requests)
+        ]
+
+    def draft(text: tuple[int, ...], k: int) -> list[int]:
+        for whole in known:
+            if whole[: len(text)] == text:
+                ahead = list(whole[len(text) : len(text) + k])
+                if ahead and rng.random() < 0.5:
+                    ahead[rng.randrange(len(ahead))] = 3
+                return ahead
+        return []
+
+    NgramProposer.batch_propose = batch_propose  # type: ignore[method-assign]
 
 
 # The asynchronous engine.
@@ -191,9 +221,18 @@ def abort_at_random(
 
 
 def ask_repeatedly(
-    server: AsyncServer, prompts: list[Prompt], rounds: int, at_once: int, max_tokens: int
+    server: AsyncServer,
+    prompts: list[Prompt],
+    rounds: int,
+    at_once: int,
+    max_tokens: int,
+    reset_each: int | None = None,
 ) -> list[tuple[int, Answer]]:
-    """Asks all prompts ``rounds`` times, ``at_once`` beside each other, in ever other orders."""
+    """Asks all prompts ``rounds`` times, ``at_once`` beside each other, in random order.
+
+    With ``reset_each`` the connector is reset after each so many answers, while others are on
+    their way. Returns each answer with the number of its prompt.
+    """
     order = [number for _ in range(rounds) for number in range(len(prompts))]
     random.Random(f"order {rounds}").shuffle(order)
     answers: list[tuple[int, Answer]] = []
@@ -206,33 +245,13 @@ def ask_repeatedly(
                 inputs = {"prompt_token_ids": list(prompts[number].tokens)}
                 sampling = sampling_for(prompts[number], max_tokens)
                 answers.append((number, answer_of(await server.stream(inputs, sampling))))
+                if reset_each is not None and len(answers) % reset_each == 0:
+                    await server.engine.reset_prefix_cache(reset_connector=True)
 
         await asyncio.gather(*(one_after_another() for _ in range(at_once)))
 
     server.run(all_of_them())
     return answers
-
-
-def reset_in_traffic(
-    server: AsyncServer, prompts: list[Prompt], rounds: int
-) -> tuple[int, list[tuple[int, Answer]]]:
-    """Asks all prompts repeatedly while the connector is reset again and again; the resets."""
-    resets = [0]
-
-    async def reset_until(done: asyncio.Event) -> None:
-        while not done.is_set():
-            await server.engine.reset_prefix_cache(reset_connector=True)
-            resets[0] += 1
-            await asyncio.sleep(0.03)
-
-    done = asyncio.Event()
-    resetting = asyncio.run_coroutine_threadsafe(reset_until(done), server.loop)
-    try:
-        answers = ask_repeatedly(server, prompts, rounds, at_once=8, max_tokens=6)
-    finally:
-        server.loop.call_soon_threadsafe(done.set)
-        resetting.result(60)
-    return resets[0], answers
 
 
 def shut_down_in_traffic(server: AsyncServer, prompts: list[Prompt]) -> int:

@@ -164,7 +164,9 @@ class LMCacheConnectorV1Dynamic(KVConnectorBase_V1):
     def build_connector_worker_meta(self) -> LMCacheWorkerMetadata | None:
         """What the step stored and loaded."""
         worker = self._manager.worker
-        return None if worker is None else worker.take_outcomes()
+        if worker is None:
+            return None
+        return self._guard("build_connector_worker_meta", None, worker.take_outcomes)
 
     def _bound_metadata(self) -> LMCacheConnectorMetadata | None:
         metadata = self._connector_metadata
@@ -177,7 +179,11 @@ class LMCacheConnectorV1Dynamic(KVConnectorBase_V1):
         super().bind_kv_cache_manager(kv_cache_manager)
         half = self._manager.scheduler
         if half is not None:
-            half.bind_evict_blocks(kv_cache_manager.evict_blocks)
+            self._guard(
+                "bind_kv_cache_manager",
+                None,
+                lambda: half.bind_evict_blocks(kv_cache_manager.evict_blocks),
+            )
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
