@@ -89,7 +89,9 @@ def connector_with(
 
     monkeypatch.setattr(KVConnectorBase_V1, "__init__", init)
     monkeypatch.setattr(
-        connector, "LMCacheManager", lambda *_, is_scheduler: Manager(half, is_scheduler=is_scheduler)
+        connector,
+        "LMCacheManager",
+        lambda *_, is_scheduler: Manager(half, is_scheduler=is_scheduler),
     )
     role = KVConnectorRole.SCHEDULER if is_scheduler else KVConnectorRole.WORKER
     made = LMCacheConnectorV1Dynamic(None, role, None)  # type: ignore[arg-type]
@@ -187,7 +189,8 @@ def test_every_hook_of_the_connector_is_named_here() -> None:
     own = {
         name
         for name, member in vars(LMCacheConnectorV1Dynamic).items()
-        if not name.startswith("_") and (callable(member) or isinstance(member, property | classmethod))
+        if not name.startswith("_")
+        and (callable(member) or isinstance(member, property | classmethod))
     }
     named = SCHEDULER_HOOKS.keys() | WORKER_HOOKS.keys() | NOT_GUARDED.keys()
     assert own - named == set()

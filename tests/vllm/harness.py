@@ -15,7 +15,7 @@ import multiprocessing
 import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ GIB = 1 << 30
 LAYERWISE = os.environ.get("KV_TEST_LAYERWISE") == "1"
 
 # Set before the fork server starts: it and all engines inherit them.
-_ENVIRONMENT = {
+ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
     # Compiling the sampler takes longer than every test here together.
@@ -256,7 +256,7 @@ class Engine:
         self._folder = tempfile.TemporaryDirectory(prefix="kv-probe-")
         self._log = Path(self._folder.name) / "log"
         environment = {
-            **_ENVIRONMENT,
+            **ENVIRONMENT,
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if spec.layout == "inproc" else "1",
             "PYTHONPATH": os.pathsep.join(
                 [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -282,6 +282,7 @@ class Engine:
             self.close()
             raise EngineStartError(text)
         self._counters: dict[str, int] = dict.fromkeys(COUNTERS.values(), 0)
+        self._is_scripted = False
         self._poison_seed = 0
 
     def __enter__(self) -> Engine:
@@ -305,6 +306,9 @@ class Engine:
         self, prompts: Sequence[Prompt], max_tokens: int = 4, *, timeout: float = CALL_TIMEOUT_S
     ) -> Reply:
         """Generates greedily for all prompts in one call; ends are ignored."""
+        if self._is_scripted:
+            # What a script has asked is not this call's.
+            self._counters, self._is_scripted = self._call("counters"), False
         start = time.monotonic()
         answers, counters = self._call("ask", list(prompts), max_tokens, timeout=timeout)
         moved = {name: value - self._counters[name] for name, value in counters.items()}
@@ -369,16 +373,12 @@ class Engine:
         The function gets that object, then what is given here.
         """
         module, _, function = name.partition(":")
+        self._is_scripted = True
         return self._call("script", module, function, *given, timeout=timeout)
 
     def report(self) -> Report:
         """The probe's findings since the last call, of worker and scheduler."""
-        seen = self._call("rpc", "probe_report")[0]
-        report = Report(**seen)
-        path = Path(self._folder.name) / SCHEDULER_FILE
-        if path.exists():
-            report.scheduler = json.loads(path.read_text(encoding="utf-8"))
-        return report
+        return read_report(self.worker("probe_report"), Path(self._folder.name))
 
     def settled_report(self) -> Report:
         """A report taken when no lease should be left: after one idle step if need be."""
@@ -394,17 +394,7 @@ class Engine:
         Raises AssertionError if that does not come to pass in ``timeout`` seconds.
         """
         self._call("idle")
-        until = time.monotonic() + timeout
-        report = self.report()
-        while True:
-            held = report.held()
-            if not held:
-                report.assert_settled()
-                return report
-            if time.monotonic() >= until:
-                raise AssertionError(f"still held {timeout:.0f} s after the last request: {held}")
-            time.sleep(0.05)
-            report = self.report().after(report)
+        return wait_until_idle(self.report, timeout)
 
     def log(self) -> str:
         """All that the engine's processes have printed."""
@@ -458,6 +448,28 @@ class Engine:
         return self.log()[-6000:]
 
 
+def read_report(seen: dict[str, Any], folder: Path) -> Report:
+    """A report from what the worker's probe says and the scheduler's has written."""
+    report = Report(**seen)
+    path = folder / SCHEDULER_FILE
+    if path.exists():
+        report.scheduler = json.loads(path.read_text(encoding="utf-8"))
+    return report
+
+
+def wait_until_idle(take_report: Callable[[], Report], timeout: float = 10.0) -> Report:
+    """A report in which nothing is held; AssertionError if none comes in ``timeout`` seconds."""
+    until = time.monotonic() + timeout
+    report = take_report()
+    while held := report.held():
+        if time.monotonic() >= until:
+            raise AssertionError(f"still held {timeout:.0f} s after the last request: {held}")
+        time.sleep(0.05)
+        report = take_report().after(report)
+    report.assert_settled()
+    return report
+
+
 _OPEN: list[Engine] = []
 
 
@@ -468,7 +480,7 @@ def _close_all() -> None:
 
 
 def _context() -> Any:
-    for name, value in _ENVIRONMENT.items():
+    for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["vllm", "vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker"])

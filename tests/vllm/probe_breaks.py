@@ -77,9 +77,7 @@ class LoadBreaker:
         store = self._probe._manager.worker._engine.local_cpu
         store.release(request.req_id)
         for at in range(chunk, last):
-            store.remove(
-                request.namespace, request.hashes[at * HASH_BYTES : (at + 1) * HASH_BYTES]
-            )
+            store.remove(request.namespace, request.hashes[at * HASH_BYTES : (at + 1) * HASH_BYTES])
 
     def _wrap_copies(self) -> None:
         engine: Any = self._probe._manager.worker._engine

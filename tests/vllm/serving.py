@@ -55,6 +55,7 @@ def serve(pipe: Any, spec: EngineSpec, environment: dict[str, str], log: str) ->
         "script": lambda module, name, *given: getattr(importlib.import_module(module), name)(
             llms[0], *given
         ),
+        "counters": lambda: _counters(llms[0]),
         "idle": lambda: run_idle(llms[0]),
     }
     while True:
@@ -118,9 +119,7 @@ class AsyncServer:
             last = output
         return last
 
-    def generate(
-        self, inputs: list[dict[str, Any]], sampling: list[Any], **_: Any
-    ) -> list[Any]:
+    def generate(self, inputs: list[dict[str, Any]], sampling: list[Any], **_: Any) -> list[Any]:
         async def together() -> list[Any]:
             pairs = zip(inputs, sampling, strict=True)
             return await asyncio.gather(*(self.stream(*pair) for pair in pairs))
@@ -204,8 +203,13 @@ def _generate(llm: Any, prompts: list[Prompt], max_tokens: int) -> Any:
         use_tqdm=False,
         lora_request=adapters if any(adapters) else None,
     )
+    return [answer_of(output) for output in outputs], _counters(llm)
+
+
+def _counters(llm: Any) -> dict[str, int]:
+    """vLLM's own counters since the start."""
     counters = dict.fromkeys(COUNTERS.values(), 0)
     for metric in llm.get_metrics():
         if metric.name in COUNTERS:
             counters[COUNTERS[metric.name]] += int(metric.value)
-    return [answer_of(output) for output in outputs], counters
+    return counters

@@ -13,12 +13,14 @@ from pathlib import Path
 import psutil
 from checks import Baseline, Prompts, check, chunk_bytes, differences
 from harness import Answer, Engine, EngineSpec, Prompt
+from server import Server
 
 from conftest import Engines
 
 CHUNK = 64
 # Blocks for a few requests, memory for half of what they store: all limits are met.
 SPEC = EngineSpec(layout="async", max_model_len=512, num_blocks=60, max_num_seqs=16)
+SERVED = replace(SPEC, layout="mp", max_num_batched_tokens=512)
 TIGHT = replace(SPEC, pool_bytes=20 * chunk_bytes(SPEC))
 
 
@@ -94,5 +96,27 @@ def test_an_end_in_the_middle_of_traffic_is_a_clean_end() -> None:
             assert not alive
             log = engine.log()
         assert not [path for path in sockets if path.exists()]
+    assert "lmcache_rs: fault" not in log
+    assert "panicked" not in log
+
+
+def test_a_server_with_streaming_clients_that_leave(baseline: Baseline) -> None:
+    """vLLM's OpenAI server, asked by 32 clients, a third of whose requests are cancelled."""
+    prompts = family("server")
+    with Server(SERVED) as server:
+        streams = server.stream(prompts, 12, num_clients=32, each=6, leaving=0.35)
+        report = server.idle_report()
+        left = sum(tokens is None for _, tokens in streams)
+        assert left >= 40
+        report.assert_no_faults()
+        report.assert_bytes_right()
+        assert report.probe["loads"] > 20, report
+        wanted = baseline.ask(prompts, 12)
+        wrong = [n for n, tokens in streams if tokens not in (None, wanted[n].tokens)]
+        assert not wrong
+        assert list(server.sockets.glob("*/*.sock"))
+        assert server.close() in (0, -15)
+        assert not list(server.sockets.glob("*/*.sock"))
+        log = server.log()
     assert "lmcache_rs: fault" not in log
     assert "panicked" not in log
