@@ -88,6 +88,9 @@ clean: ## remove what was built, and the environments
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	cargo clean
 
+# Prompts, and how often each of them is asked.
+SOAK ?= 200x64
+
 gpu: setup ## run what needs a GPU; one line where there is none
 	@"$(PY)" tests/gpu/run.py
 
@@ -96,9 +99,11 @@ compat: installed ## run what needs vLLM on the older release that README names
 	@"$(PY)" scripts/compat.py
 
 # Long, and never in CI: every end-to-end test with copies layer by layer, of which `make test` runs
-# a choice (tests/vllm/test_layerwise.py), and ten times the schedules.
-soak: installed ## the long tests: every end-to-end test layer by layer, 10^5 random schedules, data races
+# a choice (tests/vllm/test_layerwise.py), traffic under constant eviction (tests/vllm/test_soak.py),
+# data races under ThreadSanitizer, and ten times the schedules.
+soak: installed ## the long tests: layer by layer, traffic for hours, data races, 10^5 schedules
 	"$(PY)" scripts/races.py
 	KV_TEST_LAYERWISE=1 "$(PY)" scripts/e2e.py
+	KV_TEST_SOAK=$(SOAK) "$(PY)" -m pytest tests/vllm/test_soak.py --timeout=14400 -s
 	MODEL_SCHEDULES=100000 "$(PY)" -m pytest tests/model/test_schedules.py
 

@@ -144,13 +144,15 @@ def check(
     *,
     max_tokens: int = 4,
     timeout: float = CALL_TIMEOUT_S,
+    may_fail: bool = False,
 ) -> tuple[Reply, Report]:
     """Asks, and holds everything the engine said and did against what is right.
 
     Tokens and logprobs equal the baseline's; restored blocks equal the stored ones;
     no lease is left and every byte is free or cached. ``expected`` has, per prompt, the
     tokens from vLLM's own cache and those from the connector; with it the counters of
-    vLLM, of each request and of the probe must agree.
+    vLLM, of each request and of the probe must agree. With ``may_fail`` loads may fail.
+    Whatever is held must be given back without any further request.
     """
     spec = engine.spec
     wanted = baseline.ask(
@@ -162,7 +164,7 @@ def check(
         dtype=spec.dtype,
     )
     reply = engine.ask(prompts, max_tokens, timeout=timeout)
-    report = engine.settled_report()
+    report = engine.idle_report()
     # Hits first: a wrong one explains wrong tokens, not the other way round.
     if expected is not None:
         pairs = list(expected)
@@ -176,11 +178,11 @@ def check(
             if external
         )
         assert report.probe.get("loaded_blocks", 0) == blocks, (report, pairs)
-    report.assert_no_faults()
+    if not may_fail:
+        report.assert_no_faults()
     report.assert_bytes_right()
     found = differences(reply.answers, wanted)
     assert not found, "\n".join(found)
-    report.assert_settled()
     return reply, report
 
 

@@ -40,7 +40,7 @@ class Engines:
         if engine is None or not engine.is_open:
             engine = self._engines[spec] = harness.Engine(spec)
         engine.cool()
-        if spec.connector == "probe":
+        if spec.has_probe:
             engine.report()
         return engine
 

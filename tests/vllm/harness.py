@@ -2,7 +2,8 @@
 
 Every engine lives in a process of its own, forked from a server that has imported
 vLLM once. ``inproc`` keeps scheduler and worker together in that process; ``mp`` is
-vLLM's default: an engine process and a worker process beneath it.
+vLLM's default: an engine process and a worker process beneath it; ``async`` is the same
+beneath the asynchronous engine of vLLM's servers.
 """
 
 from __future__ import annotations
@@ -12,10 +13,8 @@ import contextlib
 import json
 import multiprocessing
 import os
-import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -23,9 +22,9 @@ from typing import Any
 
 import models
 from probe_names import FOLDER_VARIABLE, SCHEDULER_FILE
+from serving import COUNTERS, serve
 
 HERE = Path(__file__).parent
-NUM_LOGPROBS = 5
 START_TIMEOUT_S = 240.0
 CALL_TIMEOUT_S = 240.0
 FIRST_TOKEN_ID = 3
@@ -34,19 +33,13 @@ GIB = 1 << 30
 LAYERWISE = os.environ.get("KV_TEST_LAYERWISE") == "1"
 
 # Set before the fork server starts: it and all engines inherit them.
-_ENVIRONMENT = {
+ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
     # Compiling the sampler takes longer than every test here together.
     "TORCHDYNAMO_DISABLE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "INFO",
-}
-_COUNTERS = {
-    "vllm:prefix_cache_hits": "local_tokens",
-    "vllm:external_prefix_cache_hits": "external_tokens",
-    "vllm:external_prefix_cache_queries": "external_queries",
-    "vllm:num_preemptions": "preemptions",
 }
 
 
@@ -82,8 +75,10 @@ class EngineSpec:
     """How to start one engine. Sizes in tokens unless the name says otherwise.
 
     ``connector``: ``probe`` watches the shipped connector, ``plain`` is the shipped
-    connector by its registered name, None is vLLM alone. ``pool_bytes`` is the size of
-    the connector's memory; ``extra`` holds further ``lmcache.*`` settings.
+    connector by its registered name, None is vLLM alone; several, with ``+`` between them, are
+    children of vLLM's MultiConnector, and ``module:Class`` is a connector of the tests.
+    ``pool_bytes`` is the size of the connector's memory; ``extra`` holds further ``lmcache.*``
+    settings, ``options`` further arguments of ``vllm.LLM`` as JSON.
     """
 
     connector: str | None = "probe"
@@ -105,13 +100,31 @@ class EngineSpec:
     env: tuple[tuple[str, str], ...] = ()
     # Where vLLM publishes KV events, if it is to.
     events_endpoint: str | None = None
+    load_failure_policy: str = "recompute"
+    options: str = "{}"
     # Anything else may use the same model from a folder of its own.
     model_path: str | None = None
+
+    @property
+    def has_probe(self) -> bool:
+        """Whether a probe watches."""
+        return "probe" in (self.connector or "").split("+")
 
     def connector_config(self) -> dict[str, Any] | None:
         """The value of vLLM's ``kv_transfer_config``, or None without a connector."""
         if self.connector is None:
             return None
+        configs = [self._config_of(name) for name in self.connector.split("+")]
+        if len(configs) == 1:
+            return configs[0] | {"kv_load_failure_policy": self.load_failure_policy}
+        return {
+            "kv_connector": "MultiConnector",
+            "kv_role": self.kv_role,
+            "kv_load_failure_policy": self.load_failure_policy,
+            "kv_connector_extra_config": {"connectors": configs},
+        }
+
+    def _config_of(self, name: str) -> dict[str, Any]:
         settings: dict[str, Any] = {"lmcache.max_local_cpu_size": self.pool_bytes / GIB}
         # Which loads are waited for must not hang on how busy this machine is.
         settings["lmcache.max_sync_load_ms"] = 60_000.0
@@ -119,16 +132,13 @@ class EngineSpec:
             settings["lmcache.chunk_size"] = self.chunk_size
         if self.layerwise:
             settings["lmcache.use_layerwise"] = True
-        config: dict[str, Any] = {
-            "kv_role": self.kv_role,
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": settings | dict(self.extra),
-        }
-        if self.connector == "probe":
-            config |= {"kv_connector": "ProbeConnector", "kv_connector_module_path": "probe"}
-        else:
+        config: dict[str, Any] = {"kv_role": self.kv_role}
+        if name == "plain":
             config |= {"kv_connector": "LMCacheRsConnector"}
-        return config
+        else:
+            module, _, kind = (name if ":" in name else "probe:ProbeConnector").partition(":")
+            config |= {"kv_connector": kind, "kv_connector_module_path": module}
+        return config | {"kv_connector_extra_config": settings | dict(self.extra)}
 
     def llm_arguments(self) -> dict[str, Any]:
         """Keyword arguments of ``vllm.LLM``, connector aside."""
@@ -151,7 +161,7 @@ class EngineSpec:
             arguments["kv_events_config"] = events
         if self.num_blocks is not None:
             arguments["num_gpu_blocks_override"] = self.num_blocks
-        if self.connector == "probe":
+        if self.has_probe:
             arguments["worker_extension_cls"] = "probe.ProbeWorker"
         if self.model == "tiny-mla":
             # vLLM 0.32's CPU kernel of interleaved rotary embeddings rotates wrong numbers, and
@@ -159,7 +169,7 @@ class EngineSpec:
             arguments["compilation_config"] = {"custom_ops": ["all", "-rotary_embedding"]}
         if self.lora:
             arguments |= {"enable_lora": True, "max_lora_rank": models.LORA_RANK, "max_loras": 2}
-        return arguments
+        return arguments | json.loads(self.options)
 
 
 @dataclass(frozen=True)
@@ -169,6 +179,7 @@ class Answer:
     tokens: tuple[int, ...]
     logprobs: tuple[dict[int, float], ...]
     cached_tokens: int
+    finish_reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -180,6 +191,8 @@ class Reply:
     external_tokens: int
     external_queries: int
     preemptions: int
+    drafted_tokens: int
+    accepted_tokens: int
     seconds: float
 
 
@@ -205,6 +218,7 @@ class Report:
             "unaligned_starts",
             "diverging_chunks",
             "early_layers",
+            "unremoved_chunks",
         )
         return {kind: self.probe[kind] for kind in kinds if self.probe.get(kind)}
 
@@ -217,6 +231,20 @@ class Report:
         assert not self.counters.get("faults"), self.counters
         assert not self.counters.get("failed_loads"), self.counters
         assert not self.scheduler.get("faults"), self.scheduler
+
+    def after(self, earlier: Report) -> Report:
+        """This report with an earlier one's findings added."""
+        for name, count in earlier.probe.items():
+            self.probe[name] = self.probe.get(name, 0) + count
+        self.details = earlier.details + self.details
+        return self
+
+    def held(self) -> dict[str, int]:
+        """What is held for requests, by name: leases, reserved bytes, lookups, trackers."""
+        memory = {name: self.memory[name] for name in ("leases", "leased_bytes", "reserved_bytes")}
+        names = ("tracked_requests", "pending_lookups", "pending_leases")
+        requests = {name: self.scheduler.get(name, 0) for name in names}
+        return {name: count for name, count in (memory | requests).items() if count}
 
     def assert_settled(self) -> None:
         """Raises AssertionError if a lease is left or bytes are unaccounted for."""
@@ -235,7 +263,7 @@ class Engine:
         self._folder = tempfile.TemporaryDirectory(prefix="kv-probe-")
         self._log = Path(self._folder.name) / "log"
         environment = {
-            **_ENVIRONMENT,
+            **ENVIRONMENT,
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if spec.layout == "inproc" else "1",
             "PYTHONPATH": os.pathsep.join(
                 [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -246,7 +274,7 @@ class Engine:
         context = _context()
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(
-            target=_serve, args=(theirs, spec, environment, str(self._log)), daemon=False
+            target=serve, args=(theirs, spec, environment, str(self._log)), daemon=False
         )
         self._process.start()
         theirs.close()
@@ -260,7 +288,8 @@ class Engine:
             text = f"{value}\n{self.log()}"
             self.close()
             raise EngineStartError(text)
-        self._counters: dict[str, int] = dict.fromkeys(_COUNTERS.values(), 0)
+        self._counters: dict[str, int] = dict.fromkeys(COUNTERS.values(), 0)
+        self._is_scripted = False
         self._poison_seed = 0
 
     def __enter__(self) -> Engine:
@@ -284,6 +313,9 @@ class Engine:
         self, prompts: Sequence[Prompt], max_tokens: int = 4, *, timeout: float = CALL_TIMEOUT_S
     ) -> Reply:
         """Generates greedily for all prompts in one call; ends are ignored."""
+        if self._is_scripted:
+            # What a script has asked is not this call's.
+            self._counters, self._is_scripted = self._call("counters"), False
         start = time.monotonic()
         answers, counters = self._call("ask", list(prompts), max_tokens, timeout=timeout)
         moved = {name: value - self._counters[name] for name, value in counters.items()}
@@ -329,7 +361,7 @@ class Engine:
     def cool(self) -> None:
         """Resets vLLM's prefix cache and overwrites all its KV memory with noise."""
         self.reset()
-        if self.spec.connector == "probe":
+        if self.spec.has_probe:
             self._poison_seed += 1
             written = self._call("rpc", "probe_poison", self._poison_seed)[0]
             assert written > 0
@@ -342,26 +374,38 @@ class Engine:
         """Spoils the next load; the faults are named in ``probe_names.FAULTS``."""
         self._call("rpc", "probe_fault", fault)
 
+    def worker(self, method: str, *given: Any) -> Any:
+        """What a method of ``ProbeWorker`` returns."""
+        return self._call("rpc", method, *given)[0]
+
+    def script(self, name: str, *given: Any, timeout: float = CALL_TIMEOUT_S) -> Any:
+        """Runs ``module:function`` of this folder in the process that holds the LLM object.
+
+        The function gets that object, then what is given here.
+        """
+        module, _, function = name.partition(":")
+        self._is_scripted = True
+        return self._call("script", module, function, *given, timeout=timeout)
+
     def report(self) -> Report:
         """The probe's findings since the last call, of worker and scheduler."""
-        seen = self._call("rpc", "probe_report")[0]
-        report = Report(**seen)
-        path = Path(self._folder.name) / SCHEDULER_FILE
-        if path.exists():
-            report.scheduler = json.loads(path.read_text(encoding="utf-8"))
-        return report
+        return read_report(self.worker("probe_report"), Path(self._folder.name))
 
     def settled_report(self) -> Report:
         """A report taken when no lease should be left: after one idle step if need be."""
         report = self.report()
         if report.memory.get("leases") or report.memory.get("reserved_bytes"):
             self.idle_step()
-            later = self.report()
-            for name, count in report.probe.items():
-                later.probe[name] = later.probe.get(name, 0) + count
-            later.details = report.details + later.details
-            report = later
+            report = self.report().after(report)
         return report
+
+    def idle_report(self, timeout: float = 10.0) -> Report:
+        """A report once nothing is held any more, without any further request.
+
+        Raises AssertionError if that does not come to pass in ``timeout`` seconds.
+        """
+        self._call("idle")
+        return wait_until_idle(self.report, timeout)
 
     def log(self) -> str:
         """All that the engine's processes have printed."""
@@ -415,6 +459,28 @@ class Engine:
         return self.log()[-6000:]
 
 
+def read_report(seen: dict[str, Any], folder: Path) -> Report:
+    """A report from what the worker's probe says and the scheduler's has written."""
+    report = Report(**seen)
+    path = folder / SCHEDULER_FILE
+    if path.exists():
+        report.scheduler = json.loads(path.read_text(encoding="utf-8"))
+    return report
+
+
+def wait_until_idle(take_report: Callable[[], Report], timeout: float = 10.0) -> Report:
+    """A report in which nothing is held; AssertionError if none comes in ``timeout`` seconds."""
+    until = time.monotonic() + timeout
+    report = take_report()
+    while held := report.held():
+        if time.monotonic() >= until:
+            raise AssertionError(f"still held {timeout:.0f} s after the last request: {held}")
+        time.sleep(0.05)
+        report = take_report().after(report)
+    report.assert_settled()
+    return report
+
+
 _OPEN: list[Engine] = []
 
 
@@ -425,134 +491,11 @@ def _close_all() -> None:
 
 
 def _context() -> Any:
-    for name, value in _ENVIRONMENT.items():
+    for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["vllm", "vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker"])
     return context
 
 
-def _serve(pipe: Any, spec: EngineSpec, environment: dict[str, str], log: str) -> None:
-    """The engine's process: starts vLLM, then answers until told to close."""
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    os.environ.update(environment)
-    if str(HERE) not in sys.path:
-        sys.path.insert(0, str(HERE))
-    try:
-        from vllm.config import KVTransferConfig
-
-        from vllm import LLM
-
-        arguments = spec.llm_arguments()
-        if (events := arguments.get("kv_events_config")) is not None:
-            from vllm.config.kv_events import KVEventsConfig
-
-            arguments["kv_events_config"] = KVEventsConfig(**events)
-        config = spec.connector_config()
-        if config is not None:
-            arguments["kv_transfer_config"] = KVTransferConfig(**config)
-        llms = [LLM(**arguments)]
-    except BaseException:
-        pipe.send(("failed", traceback.format_exc()))
-        return
-    pipe.send(("ready", None))
-
-    def twin() -> None:
-        again = dict(arguments)
-        if config is not None:
-            again["kv_transfer_config"] = KVTransferConfig(**config)
-        llms.append(LLM(**again))
-
-    operations: dict[str, Callable[..., Any]] = {
-        "ask": lambda prompts, max_tokens, which=0: _generate(llms[which], prompts, max_tokens),
-        "reset": lambda connector, which=0: llms[which].reset_prefix_cache(
-            reset_connector=connector
-        ),
-        "rpc": lambda method, *given: llms[0].collective_rpc(method, args=given),
-        "twin": twin,
-        "metrics": lambda: _metrics(llms[0]),
-    }
-    while True:
-        try:
-            operation, given = pipe.recv()
-        except EOFError:
-            break
-        if operation == "close":
-            break
-        try:
-            pipe.send(("ok", operations[operation](*given)))
-        except Exception:
-            pipe.send(("error", traceback.format_exc()))
-    for llm in llms:
-        with contextlib.suppress(Exception):
-            llm.llm_engine.engine_core.shutdown()
-    sys.stdout.flush()
-
-
-def _metrics(llm: Any) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for metric in llm.get_metrics():
-        if metric.name.startswith("vllm:lmcache_rs_"):
-            ours = {"tier", "path", "place", "direction"} & metric.labels.keys()
-            label = "".join(f"{{{metric.labels[name]}}}" for name in ours)
-            name = metric.name.removeprefix("vllm:lmcache_rs_") + label
-            found[name] = metric.count if hasattr(metric, "buckets") else metric.value
-    return found
-
-
-def _generate(llm: Any, prompts: list[Prompt], max_tokens: int) -> Any:
-    from vllm.lora.request import LoRARequest
-
-    from vllm import SamplingParams
-
-    sampling = [
-        SamplingParams(
-            temperature=0,
-            max_tokens=max_tokens,
-            logprobs=NUM_LOGPROBS,
-            detokenize=False,
-            ignore_eos=True,
-            extra_args={"kv_transfer_params": dict(prompt.configs)} if prompt.configs else None,
-        )
-        for prompt in prompts
-    ]
-    inputs: list[dict[str, Any]] = []
-    adapters: list[LoRARequest | None] = []
-    for prompt in prompts:
-        entry: dict[str, Any] = {"prompt_token_ids": list(prompt.tokens)}
-        if prompt.salt is not None:
-            entry["cache_salt"] = prompt.salt
-        inputs.append(entry)
-        if prompt.lora is None:
-            adapters.append(None)
-        else:
-            seed = sum(prompt.lora.encode())
-            folder = prompt.lora_path or str(models.lora_adapter(prompt.lora, seed))
-            adapters.append(LoRARequest(prompt.lora, prompt.lora_id or seed, folder))
-    outputs = llm.generate(
-        inputs,
-        sampling,
-        use_tqdm=False,
-        lora_request=adapters if any(adapters) else None,
-    )
-    answers = [
-        Answer(
-            tuple(output.outputs[0].token_ids),
-            tuple(
-                {token: entry.logprob for token, entry in position.items()}
-                for position in output.outputs[0].logprobs
-            ),
-            output.num_cached_tokens or 0,
-        )
-        for output in outputs
-    ]
-    counters = dict.fromkeys(_COUNTERS.values(), 0)
-    for metric in llm.get_metrics():
-        if metric.name in _COUNTERS:
-            counters[_COUNTERS[metric.name]] += int(metric.value)
-    return answers, counters
-
-
-assert {f.name for f in fields(Reply)} >= set(_COUNTERS.values())
+assert {f.name for f in fields(Reply)} >= set(COUNTERS.values())

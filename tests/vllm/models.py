@@ -54,6 +54,23 @@ def lora_adapter(name: str, seed: int) -> Path:
     return _made_once(f"lora-{name}-{digest}", lambda folder: _write_adapter(text, seed, folder))
 
 
+def tokenizer() -> Path:
+    """The folder of a tokenizer whose words are ``t0`` to ``t1023``, for servers that want one."""
+    return _made_once(f"tokenizer-{_digest('tokenizer', str(VOCAB_SIZE))}", _write_tokenizer)
+
+
+def _write_tokenizer(folder: Path) -> None:
+    from tokenizers import Tokenizer, pre_tokenizers
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    made = Tokenizer(WordLevel({f"t{n}": n for n in range(VOCAB_SIZE)}, unk_token="t0"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(
+        tokenizer_object=made, unk_token="t0", bos_token="t1", eos_token="t2"
+    ).save_pretrained(folder)
+
+
 def _digest(*parts: str) -> str:
     import torch
     import transformers

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,8 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from probe_breaks import LoadBreaker
 from probe_layers import LayerWatch
-from probe_names import FAULTS, FOLDER_VARIABLE, SCHEDULER_FILE
+from probe_names import FAULTS, FOLDER_VARIABLE, LIGHT_VARIABLE, SCHEDULER_FILE
 
 from lmcache_rs.vllm_v1 import LMCacheConnectorV1Dynamic
 
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
 
 HASH_BYTES = 32
 # A chunk may be computed twice and differ in its last bits; each such version is kept.
@@ -79,12 +83,19 @@ class ProbeConnector(LMCacheConnectorV1Dynamic):
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         default = -(-256 // self.block_size) * self.block_size
         self.chunk_size = int(extra.get("lmcache.chunk_size", default))
+        self._is_light = os.environ.get(LIGHT_VARIABLE) == "1"
         self._is_layerwise = bool(extra.get("lmcache.use_layerwise", False))
         self._watch: LayerWatch | None = None
         self._numbers: dict[str, int] = {}
         self.layers: list[torch.Tensor] = []
         self.recorded: dict[Key, list[Version]] = {}
         self.fault: str | None = None
+        self.breaker: LoadBreaker | None = None
+        # Of loads that will fail in this step: the first chunk that is not loaded.
+        self._broken: dict[str, int] = {}
+        # Loads that their requests wait for, and those of them that are said to be over.
+        self._awaited: dict[str, list[Target]] = {}
+        self._arrived: set[str] = set()
         self.totals: Counter[str] = Counter()
         self.details: list[str] = []
         _worker_probe = self
@@ -93,11 +104,35 @@ class ProbeConnector(LMCacheConnectorV1Dynamic):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         meta: KVConnectorMetadata = super().build_connector_meta(scheduler_output)
+        self._write_scheduler_file()
+        return meta
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        super().update_connector_output(connector_output)
+        self._write_scheduler_file()
+
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        answer = super().request_finished(request, block_ids)
+        self._write_scheduler_file()
+        return answer
+
+    def _write_scheduler_file(self) -> None:
         if self._probe_file is not None:
             scratch = self._probe_file.with_suffix(".new")
-            scratch.write_text(json.dumps(self.counters()), encoding="utf-8")
+            scratch.write_text(json.dumps(self.counters() | self._pending()), encoding="utf-8")
             scratch.replace(self._probe_file)
-        return meta
+
+    def _pending(self) -> dict[str, int]:
+        """Requests whose lookups have not ended, and those that may hold a lease for one."""
+        half = self._manager.scheduler
+        client: Any = getattr(half, "_client", None)
+        # The client that routes holds the one that asks.
+        client = getattr(client, "_client", client)
+        if client is None:
+            return {}
+        return {"pending_lookups": len(client._records), "pending_leases": len(client._leased)}
 
     # The worker's half.
 
@@ -110,10 +145,16 @@ class ProbeConnector(LMCacheConnectorV1Dynamic):
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         self._probe_meta = connector_metadata
         self._watch = None
+        if self._probe_is_worker and self.breaker is not None:
+            requests = getattr(connector_metadata, "requests", [])
+            self._broken = self.breaker.begin_step(requests)
         super().bind_connector_metadata(connector_metadata)
 
     @torch.inference_mode()
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        if self._is_light:
+            super().start_load_kv(forward_context, **kwargs)
+            return
         if self._is_layerwise:
             watch = self._watch = self._watch or LayerWatch(self, forward_context)
             if not watch.loads:
@@ -133,13 +174,15 @@ class ProbeConnector(LMCacheConnectorV1Dynamic):
         self._wait_for_copies()
         # What the blocks hold now may be right by chance: a block freed a moment ago.
         self.fill_with_noise([target.block_id for target in targets])
+        self.wait_for_copies()
         before = [layer.clone() for layer in self.layers]
+        others = self.other_blocks(targets)
         # Every bit is flipped while the load runs, so that a write of what a block held
         # already is seen too. The load must be done when the call returns.
         for layer in self.layers:
-            _bits(layer).bitwise_not_()
+            _bits(layer)[others] = ~_bits(layer)[others]
         super().start_load_kv(forward_context, **kwargs)
-        self._restore_others(targets, before)
+        self._restore_others(others, before)
         if self.fault is not None:
             self.plant_in(self.fault, targets, before, range(len(self.layers)))
             self.totals["planted"] += 1
@@ -155,7 +198,7 @@ class ProbeConnector(LMCacheConnectorV1Dynamic):
     @torch.inference_mode()
     def save_kv_layer(self, layer_name: str, *args: Any, **kwargs: Any) -> None:
         super().save_kv_layer(layer_name, *args, **kwargs)
-        if self._is_layerwise:
+        if self._is_layerwise and not self._is_light:
             # In a step without a load the pass comes before start_load_kv.
             watch = self._watch = self._watch or LayerWatch(self, None)
             watch.after_save(self._numbers[layer_name])
@@ -163,17 +206,39 @@ class ProbeConnector(LMCacheConnectorV1Dynamic):
     @torch.inference_mode()
     def wait_for_save(self) -> None:
         super().wait_for_save()
+        if self._is_light:
+            return
         if self._watch is not None:
             self._watch.finish()
             self._watch = None
         for request in getattr(self._probe_meta, "requests", []):
             spec = request.save_spec
-            if spec is None or not spec.can_save:
+            # What a step computed on a load that failed must never be found again.
+            if spec is None or not spec.can_save or self._is_suspect():
                 continue
             first = spec.skip_leading_tokens // self.chunk_size
             for chunk in range(first, request.num_tokens // self.chunk_size):
                 self._record(self._key(request, chunk), self._chunk_blocks(request, chunk))
         self.totals["steps"] += 1
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        results = super().get_transfer_results(finished_req_ids)
+        for req_id in results.failed_recving:
+            self._awaited.pop(req_id, None)
+        self._arrived |= set(results.finished_recving)
+        return results
+
+    @torch.inference_mode()
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        failed = super().get_block_ids_with_load_errors()
+        for req_id in self._arrived:
+            targets = self._awaited.pop(req_id, [])
+            self.compare([target for target in targets if target.block_id not in failed])
+        self._arrived.clear()
+        if self.breaker is not None and failed:
+            for name in self.breaker.found_again():
+                self.note("unremoved_chunks", f"{name}: its load failed, and it is still found")
+        return failed
 
     # What the test asks for.
 
@@ -221,23 +286,38 @@ class ProbeConnector(LMCacheConnectorV1Dynamic):
         return list(request.block_ids[chunk * per_chunk : (chunk + 1) * per_chunk])
 
     def load_targets(self) -> list[Target]:
-        targets = []
+        """Blocks that the step's loads write before the forward pass reads them.
+
+        Loads that their requests wait for are noted on the side: they end in a later step.
+        """
+        every = []
         for request in getattr(self._probe_meta, "requests", []):
             spec = request.load_spec
             if spec is None or not spec.can_load:
                 continue
             if spec.vllm_cached_tokens % self.block_size:
                 self.note("unaligned_starts", f"{request.req_id}: {spec}")
+            is_async = getattr(spec, "is_async", False)
+            targets: list[Target] = []
             first = spec.vllm_cached_tokens // self.block_size
             last = -(-spec.lmcache_cached_tokens // self.block_size)
             for block in range(first, last):
                 chunk, inside = divmod(block * self.block_size, self.chunk_size)
+                if chunk >= self._broken.get(request.req_id, last):
+                    break
                 key = self._key(request, chunk)
-                is_shared = (chunk + 1) * self.chunk_size > spec.computed_from
+                end = spec.lmcache_cached_tokens if is_async else spec.computed_from
+                is_shared = (chunk + 1) * self.chunk_size > end
                 block_in_chunk = inside // self.block_size
                 targets.append(Target(request.block_ids[block], key, block_in_chunk, is_shared))
             self.totals["loads"] += 1
-        return targets
+            if is_async:
+                self.totals["async_loads"] += 1
+                self.fill_with_noise([target.block_id for target in targets])
+                self._awaited[request.req_id] = targets
+            else:
+                every += targets
+        return every
 
     def _record(self, key: Key, block_ids: list[int]) -> None:
         version = [layer[block_ids].clone() for layer in self.layers]
@@ -252,6 +332,14 @@ class ProbeConnector(LMCacheConnectorV1Dynamic):
             versions.pop(1)
         versions.append(version)
         self.totals["recorded_chunks"] += 1
+
+    def _is_suspect(self) -> bool:
+        """Whether the step computes on blocks whose load was made to fail."""
+        requests = getattr(self._probe_meta, "requests", [])
+        return any(
+            request.req_id in self._broken and not getattr(request.load_spec, "is_async", False)
+            for request in requests
+        )
 
     def saved_blocks(self) -> list[int]:
         """Blocks of the chunks that this step saves."""
@@ -298,9 +386,20 @@ class ProbeConnector(LMCacheConnectorV1Dynamic):
         """The same memory as integers."""
         return _bits(tensor)
 
-    def _restore_others(self, targets: list[Target], before: Version) -> None:
+    def other_blocks(self, targets: list[Target]) -> torch.Tensor:
+        """A mask of the blocks that no load may write now: not these, nor awaited ones."""
         others = torch.ones(self.layers[0].shape[0], dtype=torch.bool)
-        others[[target.block_id for target in targets]] = False
+        for awaited in (targets, *self._awaited.values()):
+            others[[target.block_id for target in awaited]] = False
+        return others
+
+    def wait_for_copies(self) -> None:
+        """Returns when no save reads the engine's blocks any more: they are to be spoiled."""
+        until = time.monotonic() + 5
+        while self.memory_stats().get("reserved_bytes") and time.monotonic() < until:
+            time.sleep(1e-3)
+
+    def _restore_others(self, others: torch.Tensor, before: Version) -> None:
         keep = others.nonzero().flatten()
         for number, (layer, old) in enumerate(zip(self.layers, before, strict=True)):
             # Compared as integers: a NaN equals itself.
@@ -381,6 +480,12 @@ class ProbeWorker:
 
     def probe_fault(self, fault: str) -> None:
         _probe().fault = fault
+
+    def probe_break_loads(self, how: str, one_in: int = 1, limit: int | None = None) -> None:
+        """See ``LoadBreaker``; ``"nothing"`` breaks none from now on."""
+        probe = _probe()
+        probe.breaker = None if how == "nothing" else LoadBreaker(probe, how, one_in, limit)
+        probe._broken = {}
 
 
 def _probe() -> ProbeConnector:

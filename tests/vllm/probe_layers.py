@@ -47,11 +47,11 @@ class LayerWatch:
         """Noise where a load must write, flipped bits where it must not."""
         every = self._targets + self._at_once
         self._probe.fill_with_noise([target.block_id for target in every])
+        self._probe.wait_for_copies()
         self._before = [layer.clone() for layer in self._layers]
         ids = [target.block_id for target in self._targets]
         self._noise = [layer[ids].clone() for layer in self._layers]
-        self._others = torch.ones(self._layers[0].shape[0], dtype=torch.bool)
-        self._others[[target.block_id for target in every]] = False
+        self._others = self._probe.other_blocks(every)
         self._others[self._computed] = False
         for layer in self._layers:
             bits = self._probe.bits(layer)

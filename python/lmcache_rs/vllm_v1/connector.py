@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
@@ -223,7 +224,7 @@ class LMCacheConnectorV1Dynamic(KVConnectorBase_V1):
         worker, reports = self._manager.worker, self._manager.event_reports
         if worker is None:
             return None
-        outcomes = worker.take_outcomes()
+        outcomes = self._guard("build_connector_worker_meta", None, worker.take_outcomes)
         if reports is not None and not reports.are_asked_for:
             # vLLM's MultiConnector asks its children for no events, but carries this.
             told = self._guard("build_connector_worker_meta", None, reports.take)
@@ -251,9 +252,18 @@ class LMCacheConnectorV1Dynamic(KVConnectorBase_V1):
         super().bind_kv_cache_manager(kv_cache_manager)
         half = self._manager.scheduler
         if half is not None:
-            half.bind_evict_blocks(kv_cache_manager.evict_blocks)
-        if self._manager.event_stream is not None:
-            self._manager.event_stream.bind_kv_cache_manager(kv_cache_manager)
+            self._guard(
+                "bind_kv_cache_manager",
+                None,
+                lambda: half.bind_evict_blocks(kv_cache_manager.evict_blocks),
+            )
+        stream = self._manager.event_stream
+        if stream is not None:
+            self._guard(
+                "bind_kv_cache_manager",
+                None,
+                lambda: stream.bind_kv_cache_manager(kv_cache_manager),
+            )
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
