@@ -1,12 +1,15 @@
 //! Tiers behind one trait, and the lookup server.
 //!
-//! [`backend`] says what a tier is. [`lookup_server`] answers, without Python, how much of a prompt is
+//! [`backend`] says what a tier is, [`object_form`] what a chunk looks like in a tier below host memory, and
+//! [`local_disk`] keeps chunks in a folder. [`lookup_server`] answers, without Python, how much of a prompt is
 //! stored; [`wire`] is what it speaks, message by message.
 #![forbid(unsafe_code)]
 
 pub mod backend;
 pub mod error;
+pub mod local_disk;
 pub mod lookup_server;
+pub mod object_form;
 mod socket_file;
 pub mod wire;
 mod zmtp;
