@@ -162,12 +162,18 @@ impl Description {
     /// Bytes of its header; `None` if it says more than a header holds.
     pub fn header_bytes(&self) -> Option<usize> {
         let dtype = self.form.as_ref().map_or("", |form| &form.dtype);
-        let num_positions = self.positions.as_ref().map_or(0, |positions| positions.len());
+        let num_positions = self
+            .positions
+            .as_ref()
+            .map_or(0, |positions| positions.len());
         let whole_positions = num_positions == 0 || num_positions == self.num_tokens as usize;
         if self.key.len() > MAX_KEY_BYTES
             || dtype.len() > usize::from(u8::MAX)
             || self.num_tokens > MAX_TOKENS
-            || self.positions.as_ref().is_some_and(|positions| positions.is_empty())
+            || self
+                .positions
+                .as_ref()
+                .is_some_and(|positions| positions.is_empty())
             || !whole_positions
         {
             return None;
@@ -183,7 +189,10 @@ impl Description {
         assert_eq!(payload.len() as u64, self.payload_bytes, "another payload");
         let mut header = vec![0; self.header_bytes()?];
         let mut put = |at: usize, bytes: &[u8]| header[at..at + bytes.len()].copy_from_slice(bytes);
-        let num_positions = self.positions.as_ref().map_or(0, |positions| positions.len());
+        let num_positions = self
+            .positions
+            .as_ref()
+            .map_or(0, |positions| positions.len());
         put(0, &MAGIC);
         put(8, &VERSION.to_le_bytes());
         put(16, &self.payload_bytes.to_le_bytes());
@@ -193,7 +202,10 @@ impl Description {
         let mut dtype_bytes = 0;
         if let Some(form) = &self.form {
             dtype_bytes = form.dtype.len();
-            put(44, &[Format::row(|row| row.1 == form.format).0, dtype_bytes as u8]);
+            put(
+                44,
+                &[Format::row(|row| row.1 == form.format).0, dtype_bytes as u8],
+            );
             put(48, &form.num_layers.to_le_bytes());
             put(52, &form.hidden.to_le_bytes());
             put(60, &form.block_tokens.to_le_bytes());
@@ -221,7 +233,10 @@ impl Sizes {
     fn of(key_bytes: usize, dtype_bytes: usize, num_positions: usize) -> Self {
         let positions_at = (FIXED_BYTES + key_bytes + dtype_bytes).next_multiple_of(8);
         let header = (positions_at + 8 * num_positions).next_multiple_of(PAGE_BYTES);
-        Self { positions_at, header }
+        Self {
+            positions_at,
+            header,
+        }
     }
 }
 
@@ -358,8 +373,11 @@ impl Fixed {
         if u32_at(bytes, 8) != VERSION {
             return Err(Defect::Version);
         }
-        let (key_bytes, num_tokens, num_positions) =
-            (u32_at(bytes, 32) as usize, u32_at(bytes, 36), u32_at(bytes, 40));
+        let (key_bytes, num_tokens, num_positions) = (
+            u32_at(bytes, 32) as usize,
+            u32_at(bytes, 36),
+            u32_at(bytes, 40),
+        );
         let dtype_bytes = usize::from(bytes[45]);
         let reserved = u16::from_le_bytes([bytes[46], bytes[47]]);
         let sane = key_bytes <= MAX_KEY_BYTES
@@ -385,9 +403,17 @@ impl Fixed {
 }
 
 fn u32_at(bytes: &[u8], at: usize) -> u32 {
-    u32::from_le_bytes(*bytes[at..].first_chunk().expect("the caller checked the size"))
+    u32::from_le_bytes(
+        *bytes[at..]
+            .first_chunk()
+            .expect("the caller checked the size"),
+    )
 }
 
 fn u64_at(bytes: &[u8], at: usize) -> u64 {
-    u64::from_le_bytes(*bytes[at..].first_chunk().expect("the caller checked the size"))
+    u64::from_le_bytes(
+        *bytes[at..]
+            .first_chunk()
+            .expect("the caller checked the size"),
+    )
 }

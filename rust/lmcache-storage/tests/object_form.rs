@@ -1,21 +1,32 @@
 //! What an object's form promises: what was written comes back, and nothing else passes for it.
 
-use lmcache_storage::object_form::{Defect, Description, Form, Format, Header, MAGIC, PAGE_BYTES, read};
+use lmcache_storage::object_form::{
+    Defect, Description, Form, Format, Header, MAGIC, PAGE_BYTES, read,
+};
 use proptest::prelude::*;
 
 const KEY: &str = "model=m@world=1@worker=0@dtype=bfloat16@hash=0707070707070707070707070707070707070707070707070707070707070707";
 
 fn form() -> impl Strategy<Value = Form> {
-    let format = prop_oneof![Just(Format::KvT2d), Just(Format::KvMla), Just(Format::Opaque)];
-    (format, any::<u32>(), any::<u64>(), any::<u32>(), "[a-z0-9_]{0,20}").prop_map(
-        |(format, num_layers, hidden, block_tokens, dtype)| Form {
+    let format = prop_oneof![
+        Just(Format::KvT2d),
+        Just(Format::KvMla),
+        Just(Format::Opaque)
+    ];
+    (
+        format,
+        any::<u32>(),
+        any::<u64>(),
+        any::<u32>(),
+        "[a-z0-9_]{0,20}",
+    )
+        .prop_map(|(format, num_layers, hidden, block_tokens, dtype)| Form {
             format,
             num_layers,
             hidden,
             block_tokens,
             dtype,
-        },
-    )
+        })
 }
 
 prop_compose! {
@@ -114,7 +125,10 @@ fn a_hundred_thousand_flips_cuts_and_swaps_are_all_seen() {
             1 => bytes.truncate(random.below(whole.len())),
             2 => {
                 let len = 1 + random.below(512);
-                let (a, b) = (random.below(bytes.len() - len), random.below(bytes.len() - len));
+                let (a, b) = (
+                    random.below(bytes.len() - len),
+                    random.below(bytes.len() - len),
+                );
                 let moved = bytes[a..a + len].to_vec();
                 let other = bytes[b..b + len].to_vec();
                 bytes[a..a + len].copy_from_slice(&other);
@@ -132,8 +146,18 @@ fn a_hundred_thousand_flips_cuts_and_swaps_are_all_seen() {
         let defect = read(&bytes, KEY).expect_err("damage passed for a whole object");
         *seen.entry(defect).or_insert(0) += 1;
     }
-    for defect in [Defect::Truncated, Defect::Magic, Defect::Version, Defect::Foreign, Defect::Checksum, Defect::Malformed] {
-        assert!(seen.contains_key(&defect), "{defect} was never told: {seen:?}");
+    for defect in [
+        Defect::Truncated,
+        Defect::Magic,
+        Defect::Version,
+        Defect::Foreign,
+        Defect::Checksum,
+        Defect::Malformed,
+    ] {
+        assert!(
+            seen.contains_key(&defect),
+            "{defect} was never told: {seen:?}"
+        );
     }
 }
 
@@ -159,7 +183,10 @@ fn each_reason_has_its_name() {
     assert_eq!(changed(PAGE_BYTES, b'b'), "checksum");
     assert_eq!(read(&whole[..PAGE_BYTES + 2], KEY), Err(Defect::Truncated));
     assert_eq!(read(&[&whole[..], b"d"].concat(), KEY), Err(Defect::Length));
-    assert_eq!(read(&whole, &KEY.replace("model=m", "model=n")), Err(Defect::Foreign));
+    assert_eq!(
+        read(&whole, &KEY.replace("model=m", "model=n")),
+        Err(Defect::Foreign)
+    );
     assert_eq!(read(&[], KEY), Err(Defect::Truncated));
 }
 
@@ -174,5 +201,14 @@ fn what_no_header_holds_is_not_sealed() {
     };
     assert_eq!(description.seal(&[]), None);
     let positions = Some(vec![1, 2].into_boxed_slice());
-    assert_eq!(Description { key: "k".into(), num_tokens: 3, positions, ..description }.seal(&[]), None);
+    assert_eq!(
+        Description {
+            key: "k".into(),
+            num_tokens: 3,
+            positions,
+            ..description
+        }
+        .seal(&[]),
+        None
+    );
 }
