@@ -3,15 +3,20 @@
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use lmcache_core::hot_cache::Policy;
+use lmcache_memory::local_cpu::LocalCpu;
 use lmcache_storage::backend::Backend;
 use lmcache_storage::local_disk::{Chunk, LocalDisk};
 use lmcache_storage::object_form::{Form, Format};
 
 mod disk;
 use disk::*;
+
+fn pool() -> LocalCpu {
+    LocalCpu::new(16 * MIB, LONG).expect("memory")
+}
 
 const LEN: usize = 10_000;
 
@@ -327,9 +332,7 @@ fn a_folder_that_vanishes_is_misses_and_comes_back_with_the_next_puts() {
     disk.put(NAMESPACE, &numbers, chunks(&pool, &numbers, LEN));
     assert!(disk.flush(LONG));
     fs::remove_dir_all(folder.path().join("lmcache_rs.v1")).unwrap();
-    let began = Instant::now();
     assert_eq!(come_back(&disk, &numbers, LEN), [false; 8]);
-    assert!(began.elapsed() < Duration::from_secs(5));
     for _ in 0..2 {
         disk.put(NAMESPACE, &numbers, chunks(&pool, &numbers, LEN));
         assert!(disk.flush(LONG));
@@ -397,7 +400,7 @@ fn memory_for_what_is_read_may_run_out() {
     let disk = open(folder.path());
     disk.put(NAMESPACE, &numbers, chunks(&pool(), &numbers, 100_000));
     assert!(disk.close(LONG));
-    let tiny = lmcache_memory::local_cpu::LocalCpu::new(500_000, LONG).unwrap();
+    let tiny = LocalCpu::new(500_000, LONG).unwrap();
     let disk = LocalDisk::open(options(folder.path()), tiny).unwrap();
     let some = disk.get(NAMESPACE, &numbers, LONG);
     assert!((1..5).contains(&some.len()), "{}", some.len());

@@ -79,7 +79,6 @@ struct Door {
     _owner_file: Box<dyn OpenFile>,
     owner: u64,
     catalogue: Option<(u64, Box<dyn OpenFile>)>,
-    looked_for_dead: Option<Instant>,
     closed: bool,
 }
 
@@ -187,18 +186,7 @@ impl Folder {
                 }
             }
         }
-        let mut pause = Duration::from_micros(50);
-        while !door
-            .lock
-            .try_lock()
-            .map_err(|error| Trouble::system("lock", &error))?
-        {
-            if Instant::now() + pause > due {
-                return Err(locked());
-            }
-            thread::sleep(pause);
-            pause = (pause * 2).min(Duration::from_millis(2));
-        }
+        wait_for(&*door.lock, due)?;
         let mut held = Held {
             folder: self,
             door,
@@ -219,6 +207,7 @@ impl Folder {
         if account.boot != self.files.boot() || door.closed {
             return;
         }
+        self.used.store(account.used, Ordering::Relaxed);
         let mut index = self.index.lock();
         if account.generation != index.generation {
             drop((index, door));
@@ -269,8 +258,8 @@ impl Folder {
         }
     }
 
-    /// Makes room for a file and reserves it; what leaves for it, leaves.
-    pub(crate) fn reserve(&self, file_bytes: u64) -> Result<Reserved<'_>, Trouble> {
+    /// Makes room for a file of a batch and reserves it; what has to leave for it, leaves.
+    pub(crate) fn reserve(&self, file_bytes: u64, batch: u32) -> Result<Reserved<'_>, Trouble> {
         let bytes = charge(file_bytes);
         let full = |found: String| Err(Trouble::new(Fault::Full, found));
         if bytes > self.limit {
@@ -280,18 +269,25 @@ impl Folder {
             ));
         }
         let mut held = self.enter(PATIENCE)?;
-        let mut stuck = 0;
+        let (mut stuck, mut looked_for_dead) = (0, false);
         while held
             .account
             .used
             .saturating_add(held.account.reserved() + bytes)
             > self.limit
         {
-            if held.looks_for_dead() {
+            if !looked_for_dead
+                && held
+                    .account
+                    .shares
+                    .iter()
+                    .any(|share| share.owner != held.door.owner && share.reserved > 0)
+            {
+                looked_for_dead = true;
                 held.bury_dead()?;
                 continue;
             }
-            let victim = self.index.lock().evict();
+            let victim = self.index.lock().victim(batch);
             let Some((name, file_bytes)) = victim else {
                 return full(format!(
                     "{} bytes of {} are in use or reserved",
@@ -305,6 +301,7 @@ impl Folder {
                 }
                 Err(trouble) => {
                     self.faults.note("evict", &trouble);
+                    self.index.lock().mark_bad(&name);
                     stuck += 1;
                     if stuck == MAX_STUCK {
                         return Err(trouble);
@@ -337,10 +334,15 @@ impl Folder {
                 "cleared while it was written",
             ));
         }
-        if self.index.lock().bytes_of(&record.name).is_some() {
-            drop(reserved);
-            held.write_account()?;
-            return Ok(false);
+        let known = self.index.lock().entry(&record.name);
+        match known {
+            None => {}
+            Some(entry) if entry.bad => held.remove(record.name, entry.bytes)?,
+            Some(_) => {
+                drop(reserved);
+                held.write_account()?;
+                return Ok(false);
+            }
         }
         held.begin(Intent::One(record))?;
         if let Err(error) = self.files.rename(temp, &self.path_of(&record.name)) {
@@ -358,9 +360,9 @@ impl Folder {
     /// Removes a chunk; whether it was there.
     pub(crate) fn remove(&self, name: Name, patience: Duration) -> Result<bool, Trouble> {
         let mut held = self.enter(patience)?;
-        let known = self.index.lock().bytes_of(&name);
+        let known = self.index.lock().entry(&name);
         match known {
-            Some(bytes) => held.remove(name, bytes).map(|()| true),
+            Some(entry) => held.remove(name, entry.bytes).map(|()| true),
             None => Ok(false),
         }
     }
@@ -412,6 +414,9 @@ impl Folder {
             if delete && alone {
                 Walk::of(self)?.remove_all(self);
                 self.remove_ours(owner);
+                for name in ["owners", "tmp"] {
+                    let _ = self.files.remove_folder(&self.root.join(name));
+                }
                 for name in ["account", "lock"] {
                     let _ = self.files.remove(&self.root.join(name));
                 }
@@ -430,9 +435,6 @@ impl Folder {
     fn remove_ours(&self, owner: u64) {
         remove_temps(self, |of| of == owner);
         let _ = self.files.remove(&owner_path(&self.root, owner));
-        for name in ["owners", "tmp"] {
-            let _ = self.files.remove_folder(&self.root.join(name));
-        }
     }
 }
 
@@ -454,28 +456,27 @@ impl Door {
         let account = files
             .open(&root.join("account"), Open::Shared)
             .map_err(system("open the account"))?;
-        let owner = new_owner();
+        let owner = new_number();
         let path = owner_path(root, owner);
-        // Nobody takes it for a dead one's before it is locked: it is in no account yet.
-        let owner_file = files
-            .open(&path, Open::Shared)
-            .map_err(system("make the owner's file"))?;
-        if !owner_file
-            .try_lock()
-            .map_err(system("lock the owner's file"))?
-        {
-            return Err(Trouble::new(
-                Fault::Locked,
-                "the owner's file is locked by another",
-            ));
-        }
+        // Under the folder's lock, or it could be taken for a dead one's before it is locked itself.
+        wait_for(&*lock, Instant::now() + PATIENCE)?;
+        let owner_file = (|| {
+            let file = files
+                .open(&path, Open::Shared)
+                .map_err(system("make the owner's file"))?;
+            match file.try_lock().map_err(system("lock the owner's file"))? {
+                true => Ok(file),
+                false => Err(Trouble::new(Fault::Locked, "the owner's file is locked")),
+            }
+        })();
+        lock.unlock().map_err(system("unlock"))?;
+        let owner_file = owner_file?;
         Ok(Self {
             lock,
             account,
             _owner_file: owner_file,
             owner,
             catalogue: None,
-            looked_for_dead: None,
             closed: false,
         })
     }
@@ -522,7 +523,6 @@ pub(crate) struct Held<'a> {
 
 impl Drop for Held<'_> {
     fn drop(&mut self) {
-        self.folder.used.store(self.account.used, Ordering::Relaxed);
         if let Err(error) = self.door.lock.unlock() {
             self.folder
                 .faults
@@ -553,11 +553,14 @@ impl Held<'_> {
             }
             Intent::Many => self.rebuild()?,
         }
+        folder.used.store(self.account.used, Ordering::Relaxed);
         let owner = self.door.owner;
         if self.account.share(owner).is_none() {
             self.write_account()?;
         }
-        if self.account.num_records > 2 * folder.index.lock().len() as u64 + folder.max_dead_records() {
+        if self.account.num_records
+            > 2 * folder.index.lock().len() as u64 + folder.max_dead_records()
+        {
             self.compact()?;
         }
         Ok(())
@@ -645,9 +648,9 @@ impl Held<'_> {
             Event::Removed => self.account.used.saturating_sub(bytes),
         };
         self.account.intent = Intent::None;
-        self.write_account()?;
+        // Before the account: should that fail, the index is ahead of it and loaded anew.
         folder.index.lock().apply(&record);
-        Ok(())
+        self.write_account()
     }
 
     /// Writes the account, with what this process has reserved.
@@ -670,34 +673,31 @@ impl Held<'_> {
     }
 
     fn write_page(&self) -> Result<(), Trouble> {
+        self.folder.used.store(self.account.used, Ordering::Relaxed);
         write_fully(&*self.door.account, &self.account.to_page(), 0)
             .map_err(|error| Trouble::system("write the account", &error))
     }
 
-    fn looks_for_dead(&self) -> bool {
-        let looked = self.door.looked_for_dead;
-        looked.is_none_or(|at| at.elapsed() > Duration::from_secs(1))
-    }
-
     /// Takes back what dead processes had reserved, and removes what they were writing.
     fn bury_dead(&mut self) -> Result<(), Trouble> {
-        self.door.looked_for_dead = Some(Instant::now());
         let (folder, own) = (self.folder, self.door.owner);
         let shares = &mut self.account.shares;
         let before = shares.len();
         shares.retain(|share| share.owner == own || is_alive(folder, share.owner));
         let changed = shares.len() != before;
-        let living: Vec<u64> = shares.iter().map(|share| share.owner).collect();
-        remove_temps(folder, |owner| owner != own && !living.contains(&owner));
-        // Of those that died before they were in an account, too.
-        if let Ok(listed) = folder.files.list(&folder.root.join("owners")) {
-            let owners = listed
-                .iter()
-                .filter_map(|file| u64::from_str_radix(&file.name, 16).ok());
-            for owner in owners.filter(|owner| *owner != own && !living.contains(owner)) {
-                is_alive(folder, owner);
+        let mut living: Vec<u64> = shares.iter().map(|share| share.owner).collect();
+        // Those that are in no account yet, or died before they were.
+        let listed = folder.files.list(&folder.root.join("owners"));
+        for file in listed.map_err(|error| Trouble::system("list the owners", &error))? {
+            if let Ok(owner) = u64::from_str_radix(&file.name, 16)
+                && owner != own
+                && !living.contains(&owner)
+                && is_alive(folder, owner)
+            {
+                living.push(owner);
             }
         }
+        remove_temps(folder, |owner| owner != own && !living.contains(&owner));
         if changed {
             self.write_account()
         } else {
@@ -784,6 +784,23 @@ impl Held<'_> {
     }
 }
 
+/// Waits for the folder's lock, which other processes hold for moments.
+fn wait_for(lock: &dyn OpenFile, due: Instant) -> Result<(), Trouble> {
+    let mut pause = Duration::from_micros(50);
+    while !lock
+        .try_lock()
+        .map_err(|error| Trouble::system("lock", &error))?
+    {
+        if Instant::now() + pause > due {
+            let found = "another process does not give the folder's lock back";
+            return Err(Trouble::new(Fault::Locked, found));
+        }
+        thread::sleep(pause);
+        pause = (pause * 2).min(Duration::from_millis(2));
+    }
+    Ok(())
+}
+
 pub(crate) fn shard_of(name: &Name) -> u8 {
     name.hash.0[0] % NUM_SHARDS
 }
@@ -792,8 +809,8 @@ fn owner_path(root: &Path, owner: u64) -> PathBuf {
     root.join("owners").join(format!("{owner:016x}"))
 }
 
-/// A number that no other process has.
-fn new_owner() -> u64 {
+/// A number that nobody else has.
+pub(crate) fn new_number() -> u64 {
     use std::hash::{BuildHasher as _, RandomState};
     RandomState::new().hash_one((std::process::id(), std::time::SystemTime::now()))
 }

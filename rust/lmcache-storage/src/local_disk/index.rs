@@ -3,20 +3,40 @@
 use std::collections::{HashMap, HashSet};
 
 use lmcache_core::hash::ChunkHash;
-use lmcache_core::hot_cache::{Access, HotCache, IndexKey, Policy, Reserve};
+use lmcache_core::hot_cache::{Access, HotCache, IndexKey, Policy, Reserve, Values};
 use lmcache_core::key::NamespaceId;
 
 use super::records::{Event, Name, Record};
 
-/// See the module documentation. Values are sizes of files.
+/// A chunk's file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Entry {
+    pub(crate) bytes: u64,
+    /// Which put of many it came with.
+    batch: u32,
+    /// It could be neither read nor removed: it is not to be found, and still takes its room.
+    pub(crate) bad: bool,
+}
+
+/// See the module documentation.
 #[derive(Debug)]
 pub(crate) struct Index {
-    cache: HotCache<u64>,
+    cache: HotCache<Entry>,
     ids: HashMap<[u8; 16], NamespaceId>,
     digests: Vec<[u8; 16]>,
     /// Which catalogue it follows, and how many of its records are in here.
     pub(crate) generation: u64,
     pub(crate) num_records: u64,
+}
+
+impl Entry {
+    fn of(record: &Record) -> Self {
+        Self {
+            bytes: record.bytes,
+            batch: record.batch,
+            bad: false,
+        }
+    }
 }
 
 impl Index {
@@ -61,9 +81,20 @@ impl Index {
         })
     }
 
-    /// Size of the chunk's file, if the catalogue has it.
-    pub(crate) fn bytes_of(&self, name: &Name) -> Option<u64> {
+    /// The chunk's file, if the catalogue has it.
+    pub(crate) fn entry(&self, name: &Name) -> Option<Entry> {
         self.cache.peek(&self.known(name)?).copied()
+    }
+
+    /// Whether the chunk is stored.
+    pub(crate) fn contains(&self, name: &Name) -> bool {
+        self.entry(name).is_some_and(|entry| !entry.bad)
+    }
+
+    fn publish(&mut self, key: IndexKey, entry: Entry) {
+        if let Reserve::New(reservation) = self.cache.reserve(key) {
+            self.cache.publish(reservation, entry);
+        }
     }
 
     /// Follows one step of the catalogue.
@@ -74,9 +105,7 @@ impl Index {
                 self.cache.remove(&key);
             }
             Event::Put => {
-                if let Reserve::New(reservation) = self.cache.reserve(key) {
-                    self.cache.publish(reservation, record.bytes);
-                }
+                self.publish(key, Entry::of(record));
             }
         }
         self.num_records += 1;
@@ -112,29 +141,29 @@ impl Index {
             if !gone.contains(&at) {
                 let record = &records[at];
                 let key = self.key(record.name);
-                if let Reserve::New(reservation) = self.cache.reserve(key) {
-                    self.cache.publish(reservation, record.bytes);
-                }
+                self.publish(key, Entry::of(record));
             }
         }
     }
 
-    /// Takes out the chunk that is to leave next.
-    pub(crate) fn evict(&mut self) -> Option<(Name, u64)> {
-        let victim = self.cache.evict(|_| true)?;
-        Some((self.name(&victim.key), victim.value))
-    }
-
-    /// Forgets a chunk that the catalogue may still have.
-    pub(crate) fn forget(&mut self, name: &Name) {
-        if let Some(key) = self.known(name) {
-            self.cache.remove(&key);
-        }
-    }
-
-    /// Chunks used from now on are not evicted until the next batch.
-    pub(crate) fn begin_batch(&mut self) {
+    /// The chunk that is to leave next, to make room for one of `batch`: never one that came with it, or a
+    /// prompt larger than the disk would evict its own beginning. It is to be removed, or marked as bad.
+    pub(crate) fn victim(&mut self, batch: u32) -> Option<(Name, u64)> {
+        // Nothing is safe for having been used just now.
         self.cache.begin_batch();
+        let victim = self.cache.evict(|entry| entry.batch != batch)?;
+        let (key, entry) = (victim.key, victim.value);
+        self.cache.restore(victim);
+        Some((self.name(&key), entry.bytes))
+    }
+
+    /// Notes that a chunk's file can be neither read nor removed. It is the last to be tried again.
+    pub(crate) fn mark_bad(&mut self, name: &Name) {
+        if let Some(key) = self.known(name)
+            && let Some(entry) = self.cache.remove(&key)
+        {
+            self.publish(key, Entry { bad: true, ..entry });
+        }
     }
 
     /// Refreshes the stored chunks of a chain.
@@ -149,7 +178,7 @@ impl Index {
         let Some(&id) = self.ids.get(&namespace) else {
             return 0;
         };
-        self.cache
-            .longest_prefix(id, hashes, Access::Use, |found| found.len())
+        let visit = |found: Values<'_, Entry>| found.take_while(|entry| !entry.bad).count();
+        self.cache.longest_prefix(id, hashes, Access::Use, visit)
     }
 }

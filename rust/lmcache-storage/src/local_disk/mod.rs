@@ -197,7 +197,7 @@ impl LocalDisk {
             faults,
             queue,
             pending: Mutex::new(HashMap::new()),
-            batches: AtomicU32::new(std::process::id() << 12),
+            batches: AtomicU32::new(folder::new_number() as u32),
             counts: Counts::default(),
         })))
     }
@@ -207,9 +207,6 @@ impl LocalDisk {
     pub fn put(&self, namespace: &str, hashes: &[ChunkHash], chunks: Vec<Chunk>) -> usize {
         let shared = &self.0;
         let digest = namespace_digest(namespace);
-        for folder in &shared.folders {
-            folder.index.lock().begin_batch();
-        }
         let batch = Arc::new(Batch {
             shared: Arc::clone(shared),
             namespace: digest,
@@ -224,7 +221,7 @@ impl LocalDisk {
                 hash,
                 namespace: digest,
             };
-            if shared.folder(hash).index.lock().bytes_of(&name).is_some() {
+            if shared.folder(hash).index.lock().contains(&name) {
                 add(&shared.counts.refreshed_chunks, 1);
                 continue;
             }
@@ -326,14 +323,14 @@ impl LocalDisk {
         let withdrawn = shared.withdraw(|each, _| *each == name);
         let folder = shared.folder(hash);
         folder.look_for_news();
-        if folder.index.lock().bytes_of(&name).is_none() && withdrawn == 0 {
+        if folder.index.lock().entry(&name).is_none() && withdrawn == 0 {
             return false;
         }
         match folder.remove(name, HASTE * 10) {
             Ok(removed) => removed || withdrawn > 0,
             Err(trouble) => {
                 shared.faults.note("remove", &trouble);
-                folder.index.lock().forget(&name);
+                folder.index.lock().mark_bad(&name);
                 withdrawn > 0
             }
         }
@@ -433,7 +430,7 @@ impl Shared {
                 hash: **hash,
                 namespace,
             };
-            self.folder(**hash).index.lock().bytes_of(&name).is_some()
+            self.folder(**hash).index.lock().contains(&name)
         };
         let count = hashes.iter().take_while(is_known).count();
         self.touch(namespace, &hashes[..count]);
@@ -500,7 +497,7 @@ impl Shared {
                     // It is found no more, whether or not it can be removed.
                     if let Err(trouble) = folder.remove(name, HASTE) {
                         self.faults.note("remove", &trouble);
-                        folder.index.lock().forget(&name);
+                        folder.index.lock().mark_bad(&name);
                     }
                 }
                 None
@@ -582,7 +579,7 @@ impl Put {
             batch: self.batch.number,
             position: self.position,
         };
-        let reserved = folder.reserve(record.bytes)?;
+        let reserved = folder.reserve(record.bytes, record.batch)?;
         let temp = folder.temp_path();
         let outcome = chunk_io::write(folder, &temp, &header, object.bytes(), shared.options.sync)
             .and_then(|()| folder.publish(&temp, record, reserved, &self.withdrawn));

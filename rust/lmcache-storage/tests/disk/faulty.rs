@@ -169,7 +169,6 @@ impl OpenFile for File {
 
     fn unlock(&self) -> io::Result<()> {
         // A lock that cannot be given back is no fault of any system we know.
-        self.shared.count.fetch_add(1, Ordering::SeqCst);
         self.file.unlock()
     }
 }

@@ -18,7 +18,7 @@ pub(crate) const LONG: Duration = Duration::from_secs(20);
 pub(crate) const MIB: u64 = 1 << 20;
 
 pub(crate) fn pool() -> LocalCpu {
-    LocalCpu::new(16 * MIB, Duration::from_secs(1)).expect("memory")
+    LocalCpu::new(2 * MIB, Duration::from_secs(1)).expect("memory")
 }
 
 pub(crate) fn hash(number: u32) -> ChunkHash {
