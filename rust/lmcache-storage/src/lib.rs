@@ -1,14 +1,17 @@
 //! Tiers behind one trait, and both ends of the lookup.
 //!
-//! [`backend`] says what a tier is. [`lookup_server`] answers, without Python, how much of a prompt is
+//! [`backend`] says what a tier is, [`object_form`] what a chunk looks like in a tier below host memory, and
+//! [`local_disk`] keeps chunks in a folder. [`lookup_server`] answers, without Python, how much of a prompt is
 //! stored, and [`lookup_client`] asks the servers of all ranks; [`wire`] is what they speak, message by
 //! message.
 #![forbid(unsafe_code)]
 
 pub mod backend;
 pub mod error;
+pub mod local_disk;
 pub mod lookup_client;
 pub mod lookup_server;
+pub mod object_form;
 mod socket_file;
 pub mod wire;
 mod zmtp;

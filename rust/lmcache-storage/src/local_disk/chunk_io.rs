@@ -1,0 +1,263 @@
+//! One chunk's file: the object, and zeros up to a whole page.
+
+use std::io::{self, ErrorKind};
+use std::path::Path;
+use std::sync::atomic::Ordering;
+
+use lmcache_memory::local_cpu::LocalCpu;
+use lmcache_memory::object::ChunkMut;
+
+use super::faults::{Fault, Trouble};
+use super::files::{Open, OpenFile, read_fully, write_fully};
+use super::folder::Folder;
+use super::records::Name;
+use crate::object_form::{Defect, Description, Header, PAGE_BYTES};
+
+/// Objects up to this size are read with one call and copied from there.
+const SMALL_BYTES: u64 = 128 << 10;
+/// Pieces in which unaligned memory is copied out.
+const BOUNCE_BYTES: usize = 1 << 20;
+
+/// Memory at a page's boundary, as direct I/O needs it.
+pub(crate) struct Aligned {
+    bytes: Vec<u8>,
+    start: usize,
+    len: usize,
+}
+
+impl Aligned {
+    pub(crate) fn new(len: usize) -> Self {
+        let bytes = vec![0; len + PAGE_BYTES];
+        let start = bytes.as_ptr().align_offset(PAGE_BYTES);
+        Self { bytes, start, len }
+    }
+
+    pub(crate) fn bytes(&self) -> &[u8] {
+        &self.bytes[self.start..][..self.len]
+    }
+
+    pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
+        &mut self.bytes[self.start..][..self.len]
+    }
+}
+
+fn is_aligned(bytes: &[u8]) -> bool {
+    bytes.as_ptr().addr().is_multiple_of(PAGE_BYTES)
+}
+
+/// Size of the file of an object.
+pub(crate) fn file_bytes(header_bytes: usize, payload_bytes: usize) -> u64 {
+    (header_bytes + payload_bytes).next_multiple_of(PAGE_BYTES) as u64
+}
+
+/// Writes an object into a new file. What it leaves behind when it fails, the caller removes.
+pub(crate) fn write(
+    folder: &Folder,
+    path: &Path,
+    header: &[u8],
+    payload: &[u8],
+    sync: bool,
+) -> Result<(), Trouble> {
+    let attempt = |direct: bool| -> io::Result<()> {
+        let file = folder.files.open(path, Open::New { direct })?;
+        write_object(&*file, header, payload)?;
+        if sync { file.sync() } else { Ok(()) }
+    };
+    let direct = folder.direct.load(Ordering::Relaxed);
+    let outcome = match attempt(direct) {
+        Err(error) if direct && refuses_direct(&error) => {
+            folder.direct.store(false, Ordering::Relaxed);
+            tracing::warn!(
+                "direct I/O is refused ({error}); files go through the page cache from now on"
+            );
+            let _ = folder.files.remove(path);
+            attempt(false)
+        }
+        outcome => outcome,
+    };
+    outcome.map_err(|error| {
+        if error.kind() == ErrorKind::NotFound {
+            folder.note_lost();
+        }
+        Trouble::system("write a chunk", &error)
+    })
+}
+
+fn refuses_direct(error: &io::Error) -> bool {
+    matches!(
+        error.kind(),
+        ErrorKind::InvalidInput | ErrorKind::Unsupported
+    ) || error.raw_os_error() == Some(libc::EINVAL)
+}
+
+fn write_object(file: &dyn OpenFile, header: &[u8], payload: &[u8]) -> io::Result<()> {
+    let whole = payload.len() - payload.len() % PAGE_BYTES;
+    let (pages, tail) = payload.split_at(whole);
+    let at = header.len() as u64;
+    if header.len() + payload.len() <= SMALL_BYTES as usize {
+        let mut all = Aligned::new(file_bytes(header.len(), payload.len()) as usize);
+        all.bytes_mut()[..header.len()].copy_from_slice(header);
+        all.bytes_mut()[header.len()..][..payload.len()].copy_from_slice(payload);
+        return write_fully(file, all.bytes(), 0);
+    }
+    let mut first = Aligned::new(header.len());
+    first.bytes_mut().copy_from_slice(header);
+    write_fully(file, first.bytes(), 0)?;
+    if is_aligned(pages) {
+        write_fully(file, pages, at)?;
+    } else {
+        let mut bounce = Aligned::new(BOUNCE_BYTES.min(pages.len()));
+        for (i, piece) in pages.chunks(BOUNCE_BYTES).enumerate() {
+            bounce.bytes_mut()[..piece.len()].copy_from_slice(piece);
+            write_fully(
+                file,
+                &bounce.bytes()[..piece.len()],
+                at + (i * BOUNCE_BYTES) as u64,
+            )?;
+        }
+    }
+    if !tail.is_empty() {
+        let mut last = Aligned::new(PAGE_BYTES);
+        last.bytes_mut()[..tail.len()].copy_from_slice(tail);
+        write_fully(file, last.bytes(), at + whole as u64)?;
+    }
+    Ok(())
+}
+
+/// Reads a chunk's file into memory of `pool`, and holds it against its header.
+pub(crate) fn read(
+    folder: &Folder,
+    name: &Name,
+    key: &str,
+    pool: &LocalCpu,
+) -> Result<(ChunkMut, Description), Trouble> {
+    let path = folder.path_of(name);
+    let attempt = |direct: bool| read_object(folder, &path, direct, key, pool);
+    let direct = folder.direct.load(Ordering::Relaxed);
+    match attempt(direct) {
+        Err(ReadError::System(error)) if direct && refuses_direct(&error) => {
+            folder.direct.store(false, Ordering::Relaxed);
+            attempt(false)
+        }
+        outcome => outcome,
+    }
+    .map_err(|error| match error {
+        ReadError::System(error) => Trouble::system("read a chunk", &error),
+        ReadError::Defect(defect) => Trouble::new(defect, name.to_text()),
+        ReadError::NoMemory(bytes) => {
+            Trouble::new(Fault::NoMemory, format!("no room for {bytes} bytes"))
+        }
+    })
+}
+
+enum ReadError {
+    System(io::Error),
+    Defect(Defect),
+    NoMemory(usize),
+}
+
+impl From<io::Error> for ReadError {
+    fn from(error: io::Error) -> Self {
+        Self::System(error)
+    }
+}
+
+impl From<Defect> for ReadError {
+    fn from(defect: Defect) -> Self {
+        Self::Defect(defect)
+    }
+}
+
+fn read_object(
+    folder: &Folder,
+    path: &Path,
+    direct: bool,
+    key: &str,
+    pool: &LocalCpu,
+) -> Result<(ChunkMut, Description), ReadError> {
+    let file = folder.files.open(path, Open::Read { direct })?;
+    let found = file.bytes()?;
+    let mut first = Aligned::new(found.clamp(PAGE_BYTES as u64, SMALL_BYTES) as usize);
+    let whole_file = found <= SMALL_BYTES;
+    let wanted = if whole_file { first.len } else { PAGE_BYTES };
+    let count = read_fully(&*file, &mut first.bytes_mut()[..wanted], 0)?;
+    let header_bytes = Header::bytes_of(&first.bytes()[..count])?;
+    if header_bytes > count {
+        if header_bytes as u64 > found {
+            return Err(Defect::Truncated.into());
+        }
+        first = Aligned::new(header_bytes);
+        if read_fully(&*file, first.bytes_mut(), 0)? < header_bytes {
+            return Err(Defect::Truncated.into());
+        }
+    }
+    let header = Header::parse(first.bytes())?;
+    header.require_key(key)?;
+    let payload_bytes = header.description.payload_bytes;
+    let due = payload_bytes
+        .checked_add(header_bytes as u64)
+        .and_then(|bytes| bytes.checked_next_multiple_of(PAGE_BYTES as u64));
+    match due {
+        Some(due) if due == found => {}
+        Some(due) if due < found => return Err(Defect::Length.into()),
+        _ => return Err(Defect::Truncated.into()),
+    }
+    let payload_bytes = payload_bytes as usize;
+    let mut chunk = pool
+        .allocate(&[payload_bytes])
+        .and_then(|mut chunks| chunks.pop())
+        .ok_or(ReadError::NoMemory(payload_bytes))?;
+    if whole_file {
+        let rest = first
+            .bytes()
+            .get(header_bytes..count)
+            .ok_or(Defect::Truncated)?;
+        let payload = rest.get(..payload_bytes).ok_or(Defect::Truncated)?;
+        chunk.bytes_mut().copy_from_slice(payload);
+        require_zeros(&rest[payload_bytes..])?;
+    } else {
+        read_payload(&*file, chunk.bytes_mut(), header_bytes as u64)?;
+    }
+    header.verify(chunk.bytes_mut())?;
+    let mut description = header.description;
+    if let Some(positions) = description.positions.take() {
+        chunk.set_positions(positions);
+    }
+    Ok((chunk, description))
+}
+
+fn read_payload(file: &dyn OpenFile, into: &mut [u8], at: u64) -> Result<(), ReadError> {
+    let whole = into.len() - into.len() % PAGE_BYTES;
+    let (pages, tail) = into.split_at_mut(whole);
+    if is_aligned(pages) {
+        if read_fully(file, pages, at)? < pages.len() {
+            return Err(Defect::Truncated.into());
+        }
+    } else {
+        let mut bounce = Aligned::new(BOUNCE_BYTES.min(pages.len()));
+        for (i, piece) in pages.chunks_mut(BOUNCE_BYTES).enumerate() {
+            let bounce = &mut bounce.bytes_mut()[..piece.len()];
+            if read_fully(file, bounce, at + (i * BOUNCE_BYTES) as u64)? < piece.len() {
+                return Err(Defect::Truncated.into());
+            }
+            piece.copy_from_slice(bounce);
+        }
+    }
+    if !tail.is_empty() {
+        let mut last = Aligned::new(PAGE_BYTES);
+        if read_fully(file, last.bytes_mut(), at + whole as u64)? < PAGE_BYTES {
+            return Err(Defect::Truncated.into());
+        }
+        tail.copy_from_slice(&last.bytes()[..tail.len()]);
+        require_zeros(&last.bytes()[tail.len()..])?;
+    }
+    Ok(())
+}
+
+fn require_zeros(padding: &[u8]) -> Result<(), Defect> {
+    if padding.iter().all(|byte| *byte == 0) {
+        Ok(())
+    } else {
+        Err(Defect::Checksum)
+    }
+}

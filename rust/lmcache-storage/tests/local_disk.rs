@@ -1,0 +1,450 @@
+//! What the tier on disk promises while nothing is wrong, and what it makes of files that are.
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::Path;
+use std::time::Duration;
+
+use lmcache_core::hot_cache::Policy;
+use lmcache_memory::local_cpu::LocalCpu;
+use lmcache_storage::backend::Backend;
+use lmcache_storage::local_disk::{Chunk, LocalDisk};
+use lmcache_storage::object_form::{Form, Format};
+
+mod disk;
+use disk::*;
+
+fn pool() -> LocalCpu {
+    LocalCpu::new(16 * MIB, LONG).expect("memory")
+}
+
+const LEN: usize = 10_000;
+
+fn open(path: &Path) -> LocalDisk {
+    LocalDisk::open(options(path), pool()).expect("a folder of our own")
+}
+
+#[test]
+fn what_is_put_comes_back_after_a_restart_too() {
+    let folder = tempfile::tempdir().unwrap();
+    let pool = pool();
+    let numbers = hashes(0..6);
+    let sizes = [0, 1, 4095, 4096, 200_000, (1 << 20) + 7];
+    let form = Form {
+        format: Format::KvT2d,
+        num_layers: 2,
+        hidden: 3,
+        block_tokens: 1,
+        dtype: "float32".into(),
+    };
+    let put = |size: &usize, at: usize| {
+        let mut made = pool.allocate(&[*size]).unwrap().pop().unwrap();
+        made.bytes_mut()
+            .copy_from_slice(&payload(numbers[at], *size));
+        made.set_positions(Box::new([7, 8, at as i64]));
+        Chunk {
+            object: made.seal_unpublished(),
+            form: Some(form.clone()),
+            num_tokens: 3,
+        }
+    };
+    let chunks = sizes
+        .iter()
+        .enumerate()
+        .map(|(at, size)| put(size, at))
+        .collect();
+    let first = open(folder.path());
+    assert_eq!(first.put(NAMESPACE, &numbers, chunks), 6);
+    assert!(first.flush(LONG));
+    let check = |disk: &LocalDisk| {
+        assert_eq!(disk.contains_prefix(NAMESPACE, &numbers), 6);
+        let arrivals = disk.get(NAMESPACE, &numbers, LONG);
+        assert_eq!(arrivals.len(), 6);
+        for (at, mut arrival) in arrivals.into_iter().enumerate() {
+            assert_eq!(arrival.chunk.positions(), Some(&[7, 8, at as i64][..]));
+            assert_eq!(arrival.description.form.as_ref(), Some(&form));
+            assert_eq!(arrival.description.num_tokens, 3);
+            assert!(arrival.chunk.bytes_mut() == payload(numbers[at], sizes[at]));
+        }
+        assert_books_balance(disk, folder.path());
+    };
+    check(&first);
+    assert!(first.close(LONG));
+    let second = open(folder.path());
+    check(&second);
+    assert_eq!(second.stats()["put_chunks"], 0);
+}
+
+#[test]
+fn another_process_sees_what_is_put_and_removed() {
+    let folder = tempfile::tempdir().unwrap();
+    let (a, b) = (open(folder.path()), open(folder.path()));
+    let numbers = hashes(0..4);
+    a.put(NAMESPACE, &numbers, chunks(&pool(), &numbers, LEN));
+    assert!(a.flush(LONG));
+    assert_eq!(b.contains_prefix(NAMESPACE, &numbers), 4);
+    assert_eq!(come_back(&b, &numbers, LEN), [true; 4]);
+    assert!(b.remove(NAMESPACE, numbers[1]));
+    assert!(!b.remove(NAMESPACE, numbers[1]));
+    assert_eq!(a.get(NAMESPACE, &numbers, LONG).len(), 1);
+    b.put(NAMESPACE, &numbers, chunks(&pool(), &numbers, LEN));
+    assert!(b.flush(LONG));
+    assert_eq!(b.stats()["put_chunks"], 1);
+    assert_eq!(a.contains_prefix(NAMESPACE, &numbers), 4);
+    assert_books_balance(&b, folder.path());
+}
+
+#[test]
+fn the_limit_holds_and_a_chain_leaves_from_its_tail() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut small = options(folder.path());
+    // Sixteen files of four pages.
+    small.limit_bytes = 16 * (4 * 4096 + 256);
+    small.threads = 2;
+    let disk = LocalDisk::open(small.clone(), pool()).unwrap();
+    for chain in 0..4 {
+        let numbers = hashes(chain * 10..chain * 10 + 6);
+        disk.put(NAMESPACE, &numbers, chunks(&pool(), &numbers, LEN));
+        assert!(disk.flush(LONG));
+        assert!(charged(folder.path()) <= small.limit_bytes);
+    }
+    // 24 were put, 16 fit: the first chain is gone, the second has its head.
+    assert_eq!(disk.contains_prefix(NAMESPACE, &hashes(0..6)), 0);
+    assert_eq!(disk.contains_prefix(NAMESPACE, &hashes(10..16)), 4);
+    assert_eq!(disk.contains_prefix(NAMESPACE, &hashes(20..26)), 6);
+    assert_eq!(disk.contains_prefix(NAMESPACE, &hashes(30..36)), 6);
+    assert_eq!(disk.stats()["evicted_chunks"], 8);
+    assert_books_balance(&disk, folder.path());
+    drop(disk);
+    // A smaller limit, after a restart: what was found counts, and the oldest leaves from its tail.
+    small.limit_bytes = 8 * (4 * 4096 + 256);
+    let disk = LocalDisk::open(small.clone(), pool()).unwrap();
+    let one = hashes(40..41);
+    disk.put(NAMESPACE, &one, chunks(&pool(), &one, LEN));
+    assert!(disk.flush(LONG));
+    assert!(charged(folder.path()) <= small.limit_bytes);
+    assert_eq!(disk.contains_prefix(NAMESPACE, &hashes(10..16)), 0);
+    assert_eq!(disk.contains_prefix(NAMESPACE, &hashes(20..26)), 1);
+    assert_eq!(disk.contains_prefix(NAMESPACE, &hashes(30..36)), 6);
+    assert_books_balance(&disk, folder.path());
+}
+
+#[test]
+fn a_chunk_larger_than_the_limit_is_not_stored_and_evicts_nothing() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut small = options(folder.path());
+    small.limit_bytes = 40_000;
+    let disk = LocalDisk::open(small, pool()).unwrap();
+    let numbers = hashes(0..2);
+    disk.put(
+        NAMESPACE,
+        &numbers[..1],
+        chunks(&pool(), &numbers[..1], LEN),
+    );
+    disk.put(
+        NAMESPACE,
+        &numbers[1..],
+        chunks(&pool(), &numbers[1..], 100_000),
+    );
+    assert!(disk.flush(LONG));
+    assert_eq!(come_back(&disk, &numbers[..1], LEN), [true]);
+    assert_eq!(disk.stats()["faults_full"], 1);
+    assert_eq!(disk.contains_prefix(NAMESPACE, &numbers[1..]), 0);
+}
+
+#[test]
+fn chunks_are_spread_over_several_paths() {
+    let folders = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
+    let mut both = options(folders[0].path());
+    both.paths.push(folders[1].path().into());
+    both.policy = Policy::S3Fifo;
+    let disk = LocalDisk::open(both.clone(), pool()).unwrap();
+    let numbers = hashes(0..40);
+    assert_eq!(
+        disk.put(NAMESPACE, &numbers, chunks(&pool(), &numbers, LEN)),
+        40
+    );
+    assert!(disk.flush(LONG));
+    let counts = folders
+        .each_ref()
+        .map(|folder| chunk_files(folder.path()).len());
+    assert!(counts.iter().all(|count| *count > 5), "{counts:?}");
+    assert_eq!(disk.get(NAMESPACE, &numbers, LONG).len(), 40);
+    drop(disk);
+    // One disk is gone: what it held is a miss, the rest is there.
+    fs::remove_dir_all(folders[1].path()).unwrap();
+    let disk = LocalDisk::open(both, pool()).unwrap();
+    let found = come_back(&disk, &numbers, LEN)
+        .into_iter()
+        .filter(|came| *came)
+        .count();
+    assert_eq!(found, counts[0]);
+}
+
+#[test]
+fn files_are_this_users_alone() {
+    let folder = tempfile::tempdir().unwrap();
+    let disk = open(folder.path());
+    let numbers = hashes(0..3);
+    disk.put(NAMESPACE, &numbers, chunks(&pool(), &numbers, LEN));
+    assert!(disk.flush(LONG));
+    let mut seen = 0;
+    let mut left = vec![folder.path().join("lmcache_rs.v1")];
+    while let Some(path) = left.pop() {
+        let about = fs::metadata(&path).unwrap();
+        let mode = about.permissions().mode() & 0o777;
+        if about.is_dir() {
+            assert_eq!(mode, 0o700, "{}", path.display());
+            left.extend(
+                fs::read_dir(&path)
+                    .unwrap()
+                    .map(|entry| entry.unwrap().path()),
+            );
+        } else {
+            assert_eq!(mode, 0o600, "{}", path.display());
+            seen += 1;
+        }
+    }
+    assert!(seen >= 3 + 4, "{seen}");
+}
+
+#[test]
+fn on_close_the_folder_is_kept_or_removed_by_the_last_user() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut deleting = options(folder.path());
+    deleting.delete_on_close = true;
+    let (a, b) = (
+        LocalDisk::open(deleting.clone(), pool()).unwrap(),
+        LocalDisk::open(deleting, pool()).unwrap(),
+    );
+    let numbers = hashes(0..3);
+    a.put(NAMESPACE, &numbers, chunks(&pool(), &numbers, LEN));
+    assert!(a.close(LONG));
+    assert!(a.close(LONG));
+    assert_eq!(a.contains_prefix(NAMESPACE, &numbers), 0);
+    assert_eq!(come_back(&b, &numbers, LEN), [true; 3]);
+    assert!(b.close(LONG));
+    assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
+}
+
+#[test]
+fn clear_empties_a_prefix_for_every_process_and_puts_under_way_do_not_come_back() {
+    let folder = tempfile::tempdir().unwrap();
+    let (a, b) = (open(folder.path()), open(folder.path()));
+    let numbers = hashes(0..3);
+    for tenant in ["a", "ab", "b"] {
+        let namespace = format!("{NAMESPACE}@tag.t=s:{tenant}");
+        a.put(&namespace, &numbers, chunks(&pool(), &numbers, LEN));
+    }
+    assert!(a.flush(LONG));
+    let of = |disk: &LocalDisk, tenant: &str| {
+        disk.contains_prefix(&format!("{NAMESPACE}@tag.t=s:{tenant}"), &numbers)
+    };
+    assert_eq!(b.clear(Some(&format!("{NAMESPACE}@tag.t=s:a"))), 3);
+    assert_eq!([of(&b, "a"), of(&b, "ab"), of(&b, "b")], [0, 3, 3]);
+    assert_eq!([of(&a, "ab"), of(&a, "b")], [3, 3]);
+    assert!(
+        a.get(&format!("{NAMESPACE}@tag.t=s:a"), &numbers, LONG)
+            .is_empty()
+    );
+    assert_eq!(b.retain(&format!("{NAMESPACE}@tag.t=s:b")), 3);
+    let many = hashes(100..200);
+    a.put(NAMESPACE, &many, chunks(&pool(), &many, LEN));
+    let removed = a.clear(None) as u64;
+    assert!(a.flush(LONG));
+    assert!(removed >= 3);
+    assert_eq!(chunk_files(folder.path()).len(), 0);
+    assert_books_balance(&a, folder.path());
+}
+
+#[test]
+fn damaged_files_are_misses_by_reason_and_the_next_put_heals() {
+    type Damage = fn(&Path);
+    let damages: [(&str, Damage); 8] = [
+        ("faults_gone", |file| fs::remove_file(file).unwrap()),
+        ("faults_truncated", |file| {
+            fs::File::options()
+                .write(true)
+                .open(file)
+                .unwrap()
+                .set_len(8192)
+                .unwrap()
+        }),
+        ("faults_truncated", |file| fs::write(file, "").unwrap()),
+        ("faults_length", |file| {
+            fs::File::options()
+                .write(true)
+                .open(file)
+                .unwrap()
+                .set_len(1 << 20)
+                .unwrap()
+        }),
+        ("faults_magic", |file| {
+            fs::write(file, vec![7; 16384]).unwrap()
+        }),
+        ("faults_checksum", |file| flip(file, 9000)),
+        ("faults_checksum", |file| flip(file, 16383)),
+        ("faults_version", |file| flip(file, 8)),
+    ];
+    let folder = tempfile::tempdir().unwrap();
+    let disk = open(folder.path());
+    let pool = pool();
+    let numbers = hashes(0..2);
+    for (reason, damage) in damages {
+        disk.put(NAMESPACE, &numbers, chunks(&pool, &numbers, LEN));
+        assert!(disk.flush(LONG));
+        let before = disk.stats().get(reason).copied().unwrap_or(0);
+        damage(&disk.path_of(NAMESPACE, numbers[0]));
+        assert_eq!(come_back(&disk, &numbers, LEN), [false, true], "{reason}");
+        assert_eq!(disk.stats()[reason], before + 1, "{reason}");
+        assert_eq!(
+            disk.contains_prefix(NAMESPACE, &numbers[..1]),
+            0,
+            "{reason}"
+        );
+        assert_books_balance(&disk, folder.path());
+    }
+    // Another chunk's file under this one's name.
+    disk.put(NAMESPACE, &numbers, chunks(&pool, &numbers, LEN));
+    assert!(disk.flush(LONG));
+    fs::copy(
+        disk.path_of(NAMESPACE, numbers[1]),
+        disk.path_of(NAMESPACE, numbers[0]),
+    )
+    .unwrap();
+    assert_eq!(come_back(&disk, &numbers, LEN), [false, true]);
+    assert_eq!(disk.stats()["faults_foreign"], 1);
+    assert_eq!(pool.audit().free_bytes, pool.audit().capacity_bytes);
+}
+
+fn flip(file: &Path, at: usize) {
+    let mut bytes = fs::read(file).unwrap();
+    bytes[at] ^= 0x10;
+    fs::write(file, bytes).unwrap();
+}
+
+#[test]
+fn a_folder_that_vanishes_is_misses_and_comes_back_with_the_next_puts() {
+    let folder = tempfile::tempdir().unwrap();
+    let disk = open(folder.path());
+    let pool = pool();
+    let numbers = hashes(0..8);
+    disk.put(NAMESPACE, &numbers, chunks(&pool, &numbers, LEN));
+    assert!(disk.flush(LONG));
+    fs::remove_dir_all(folder.path().join("lmcache_rs.v1")).unwrap();
+    assert_eq!(come_back(&disk, &numbers, LEN), [false; 8]);
+    for _ in 0..2 {
+        disk.put(NAMESPACE, &numbers, chunks(&pool, &numbers, LEN));
+        assert!(disk.flush(LONG));
+    }
+    assert_eq!(come_back(&disk, &numbers, LEN), [true; 8]);
+    assert_books_balance(&disk, folder.path());
+    assert_eq!(pool.audit().free_bytes, pool.audit().capacity_bytes);
+}
+
+#[test]
+fn account_and_catalogue_are_written_anew_when_they_do_not_read_right() {
+    let folder = tempfile::tempdir().unwrap();
+    let numbers = hashes(0..5);
+    let disk = open(folder.path());
+    disk.put(NAMESPACE, &numbers, chunks(&pool(), &numbers, LEN));
+    assert!(disk.close(LONG));
+    let root = folder.path().join("lmcache_rs.v1");
+    let catalogue = || {
+        let mut files = fs::read_dir(&root)
+            .unwrap()
+            .map(|entry| entry.unwrap().path());
+        files
+            .find(|path| path.to_string_lossy().contains("catalogue-"))
+            .unwrap()
+    };
+    let damages: [&dyn Fn(); 5] = [
+        &|| fs::write(root.join("account"), "").unwrap(),
+        &|| flip(&root.join("account"), 33),
+        &|| fs::remove_file(catalogue()).unwrap(),
+        &|| flip(&catalogue(), 100),
+        &|| fs::write(root.join("00").join("not of ours"), vec![0; 5000]).unwrap(),
+    ];
+    for damage in damages {
+        damage();
+        let disk = open(folder.path());
+        assert_eq!(come_back(&disk, &numbers, LEN), [true; 5]);
+        assert_eq!(disk.stats()["chunks"], 5);
+    }
+    // A strange file counts towards the limit from the next walk on, and is left alone.
+    fs::write(root.join("account"), "").unwrap();
+    let disk = open(folder.path());
+    assert_eq!(disk.stats()["used_bytes"], charged(folder.path()));
+    assert!(root.join("00").join("not of ours").exists());
+}
+
+#[test]
+fn a_read_has_an_answer_by_its_deadline_and_gives_its_memory_back() {
+    let folder = tempfile::tempdir().unwrap();
+    let pool = pool();
+    let disk = LocalDisk::open(options(folder.path()), pool.clone()).unwrap();
+    let numbers = hashes(0..200);
+    disk.put(NAMESPACE, &numbers, chunks(&pool, &numbers, LEN));
+    assert!(disk.flush(LONG));
+    let early = disk.get(NAMESPACE, &numbers, Duration::ZERO).len();
+    assert!(early <= 200);
+    assert_eq!(disk.get(NAMESPACE, &numbers, LONG).len(), 200);
+    assert!(disk.close(LONG));
+    assert_eq!(pool.audit().free_bytes, pool.audit().capacity_bytes);
+}
+
+#[test]
+fn memory_for_what_is_read_may_run_out() {
+    let folder = tempfile::tempdir().unwrap();
+    let numbers = hashes(0..20);
+    let disk = open(folder.path());
+    disk.put(NAMESPACE, &numbers, chunks(&pool(), &numbers, 100_000));
+    assert!(disk.close(LONG));
+    let tiny = LocalCpu::new(500_000, LONG).unwrap();
+    let disk = LocalDisk::open(options(folder.path()), tiny).unwrap();
+    let some = disk.get(NAMESPACE, &numbers, LONG);
+    assert!((1..5).contains(&some.len()), "{}", some.len());
+    drop(some);
+    assert!(disk.stats()["faults_no_memory"] >= 1);
+    assert_eq!(disk.contains_prefix(NAMESPACE, &numbers), 20);
+    assert_eq!(come_back(&disk, &numbers[19..], 100_000), [true]);
+}
+
+#[test]
+fn puts_beyond_the_queue_are_dropped_and_counted() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut narrow = options(folder.path());
+    narrow.max_queued_bytes = 3 * LEN as u64;
+    let disk = LocalDisk::open(narrow, pool()).unwrap();
+    let numbers = hashes(0..400);
+    let taken = disk.put(NAMESPACE, &numbers, chunks(&pool(), &numbers, LEN));
+    assert!((1..400).contains(&taken), "{taken}");
+    assert!(disk.flush(LONG));
+    assert_eq!(disk.stats()["dropped_chunks"] as usize, 400 - taken);
+    assert_eq!(disk.contains_prefix(NAMESPACE, &numbers), taken);
+    assert_eq!(disk.stats()["queued_bytes"], 0);
+}
+
+#[test]
+fn it_is_a_backend_like_any_other() {
+    let folder = tempfile::tempdir().unwrap();
+    let disk = open(folder.path());
+    let tier: &dyn Backend = &disk;
+    let numbers = hashes([1, 2, 4]);
+    let objects: Vec<_> = chunks(&pool(), &numbers, LEN)
+        .into_iter()
+        .map(|chunk| chunk.object)
+        .collect();
+    tier.submit_put(NAMESPACE, &numbers, &objects);
+    assert!(disk.flush(LONG));
+    let asked = hashes([1, 2, 3, 4]);
+    assert_eq!(tier.contains_prefix(NAMESPACE, &asked), 2);
+    let came = tier.get_blocking(NAMESPACE, &asked);
+    assert_eq!(came.len(), 2);
+    assert!(came[1].bytes() == payload(asked[1], LEN));
+    assert!(tier.contains(NAMESPACE, asked[3]));
+    assert!(!tier.contains("other", asked[0]));
+    assert!(tier.remove(NAMESPACE, asked[0]));
+    assert!(!tier.remove(NAMESPACE, asked[0]));
+    assert!(tier.get_blocking(NAMESPACE, &asked).is_empty());
+}
