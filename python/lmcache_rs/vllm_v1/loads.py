@@ -63,9 +63,10 @@ class AsyncLoads:
 
     def fail_others(self, reqs: Iterable[ReqMeta]) -> None:
         """Those of these loads that were never started are over."""
-        started = [each.req for each in (*self._under_way, *self._finished)]
+        started = [load.req for load in self._under_way]
+        started += [load.req for load in self._finished]
         for req in reqs:
-            if not any(req is each for each in started):
+            if not any(req is other for other in started):
                 self.fail(req)
 
     def take_finished(self) -> list[FinishedLoad]:
