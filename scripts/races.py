@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = Path(os.environ.get("CARGO_TARGET_DIR") or ROOT / "target").absolute()
-TESTS = ("cuda_driver", "cuda_executor", "cuda_staged", "cuda_costs")
+TESTS = ("cuda_driver", "cuda_failures", "cuda_executor", "cuda_staged", "cuda_costs")
 # Its streams race where a wait is left out, and it does so by itself.
 RACING = "events_keep_late_streams_in_order_and_each_wait_is_needed"
 # What the sanitizer ends a process with that raced.

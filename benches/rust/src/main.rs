@@ -6,6 +6,7 @@
 use std::process::ExitCode;
 
 mod copies;
+mod descriptors;
 mod hash;
 mod heap;
 mod index;
@@ -24,9 +25,10 @@ fn main() -> ExitCode {
         Some("bytes") => index::bytes(quick),
         Some("blocks") => copies::blocks(quick),
         Some("runs") => copies::runs(quick),
+        Some("descriptors") => descriptors::run(quick),
         other => {
             eprintln!(
-                "lmcache-bench: {other:?} is none of hash, lookup, churn, bytes, blocks, runs"
+                "lmcache-bench: {other:?} is none of hash, lookup, churn, bytes, blocks, runs, descriptors"
             );
             return ExitCode::from(2);
         }

@@ -2,6 +2,8 @@
 
 mod common;
 
+use std::time::{Duration, Instant};
+
 use common::engine::{Engine, OPAQUE, TOKENS};
 use common::round_trip::round_trip;
 use lmcache_transfer::cuda::driver::Driver;
@@ -29,4 +31,24 @@ fn a_gpu_stores_and_loads_as_the_plan_says() {
         }
     }
     println!("gpu: every path and layout stored and loaded as the plan says");
+}
+
+#[test]
+fn a_gpu_is_timed_within_the_time_given() {
+    let driver = match Driver::open() {
+        Ok(driver) if driver.device_count().is_ok_and(|count| count > 0) => driver,
+        _ => return println!("gpu: nothing was timed"),
+    };
+    let engine = Engine::on(&driver, TOKENS, |current| current.kernels());
+    let began = Instant::now();
+    let learned = engine.executor.learn(None, Duration::from_secs(1));
+    println!("gpu: {learned:?} after {:?}", began.elapsed());
+    let Some(costs) = engine.executor.costs() else {
+        return println!("gpu: a second was too short");
+    };
+    for (name, table) in [("store", &costs.store), ("load", &costs.load)] {
+        for line in table.to_text().lines() {
+            println!("gpu: {name} {line}");
+        }
+    }
 }

@@ -192,7 +192,11 @@ impl Executor {
     /// The way for `runs` runs of `bytes` bytes together: by what has been learnt, else by the rule of thumb.
     pub fn choose(&self, direction: Direction, runs: usize, bytes: usize) -> CopyPath {
         match self.costs.get() {
-            Some(costs) => costs.table(direction).choose(runs, bytes),
+            Some(costs) => {
+                let is_refused = self.staging(direction).is_refused();
+                let offered = |path| path != CopyPath::Staged || !is_refused;
+                costs.table(direction).choose_among(runs, bytes, offered)
+            }
             None => CopyPath::unmeasured(runs, bytes),
         }
     }

@@ -89,8 +89,19 @@ impl CostTable {
 
     /// The cheapest way for `runs` runs of `bytes` bytes together.
     pub fn choose(&self, runs: usize, bytes: usize) -> CopyPath {
+        self.choose_among(runs, bytes, |_| true)
+    }
+
+    /// The same of those that are `offered` at present.
+    pub fn choose_among(
+        &self,
+        runs: usize,
+        bytes: usize,
+        offered: impl Fn(CopyPath) -> bool,
+    ) -> CopyPath {
         let run_bytes = bytes / runs.max(1);
-        let costs = self.ways.iter().map(|(path, costs)| {
+        let offered = self.ways.iter().filter(|(path, _)| offered(*path));
+        let costs = offered.map(|(path, costs)| {
             let cost = self.interpolate(costs, runs, run_bytes);
             (*path, cost)
         });

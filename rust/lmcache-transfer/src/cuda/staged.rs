@@ -54,6 +54,11 @@ impl Staging {
         self.memory.get_or_init(allocate).as_ref()
     }
 
+    /// Whether the device was asked for it and had no room.
+    pub(super) fn is_refused(&self) -> bool {
+        matches!(self.memory.get(), Some(None))
+    }
+
     pub(super) fn turn(&self) -> MutexGuard<'_, ()> {
         self.turn.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -62,6 +67,8 @@ impl Staging {
 /// The copies of one layer.
 #[derive(Debug)]
 pub(super) struct Staged {
+    /// Where the buffer begins; the executor's, for as long as the executor lives.
+    buffer: u64,
     kernel: CopyKernel,
     groups: Vec<Group>,
     /// Between page-locked memory and the buffer.
@@ -128,6 +135,7 @@ impl Staged {
             }
         }
         Ok(kernel.map(|kernel| Self {
+            buffer: memory.address(),
             kernel,
             groups,
             list: CopyList::new(pieces),
@@ -141,10 +149,8 @@ impl Staged {
     pub(super) unsafe fn give(&mut self, layer: &Layer<'_>) -> Result<(), CudaError> {
         let (executor, stream) = (layer.executor, layer.executor.stream(layer.direction));
         let staging = executor.staging(layer.direction);
-        let (Some(kernels), Some(memory)) = (&executor.kernels, staging.memory(layer.current))
-        else {
-            return Ok(());
-        };
+        let kernels = executor.kernels.as_ref();
+        let kernels = kernels.expect("begun because there are kernels");
         for group in &mut self.groups {
             let _turn = staging.turn();
             let (list, copies) = (&mut self.list, group.copies.clone());
@@ -163,10 +169,10 @@ impl Staged {
                 match layer.direction {
                     Direction::Gather => {
                         launch()?;
-                        list.give(copies, layer, memory.address(), single)?;
+                        list.give(copies, layer, self.buffer, single)?;
                     }
                     Direction::Scatter => {
-                        list.give(copies, layer, memory.address(), single)?;
+                        list.give(copies, layer, self.buffer, single)?;
                         launch()?;
                     }
                 }
