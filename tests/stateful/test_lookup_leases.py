@@ -236,6 +236,12 @@ class LeasesOverRanks(RuleBasedStateMachine):
             assert lease.num_chunks == found, "ranks lease different prefixes"
 
     @rule(req_id=request_ids)
+    def ask_in_vain(self, req_id: str) -> None:
+        self.ask(req_id)
+        self.clock.now += DEADLINE_MS / 1e3
+        self.ask(req_id)
+
+    @rule(req_id=request_ids)
     def allocate(self, req_id: str) -> None:
         """Blocks are granted: the record ends, and the workers take their leases."""
         if req_id in self.given:
@@ -269,6 +275,12 @@ class LeasesOverRanks(RuleBasedStateMachine):
         model = self.models[rank]
         for _ in range(min(count, len(model.unsent))):
             self.wires.inbox.append((rank, model.unsent.popleft()))
+
+    @rule(rank=rank_numbers)
+    def an_answer_arrives_twice(self, rank: int) -> None:
+        unsent = self.models[rank].unsent
+        if unsent:
+            self.wires.inbox.append((rank, unsent[0]))
 
     @rule()
     def all_is_delivered(self) -> None:
