@@ -1,4 +1,4 @@
-"""LMCache's lookup across processes: a worker that serves, or a scheduler that asks, over one socket.
+"""LMCache's lookup across processes: a worker that serves, or a scheduler that asks.
 
     lmcache_lookup.py serve SOCKET CHUNKS BURNERS
     lmcache_lookup.py ask SOCKET CHUNKS
