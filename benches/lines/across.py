@@ -8,12 +8,14 @@ import tempfile
 import time
 from pathlib import Path
 
-from bench import HERE, Bench, Worker
+from bench import HERE, HOME, Bench, Worker
 from measure import Result
 
 NAMESPACE = "model=m@world=1@worker=0@dtype=float32"
 CHUNKS = 512
 BURNERS = 8
+# LMCache's server answers from a Python thread, which waits its turn among the burners.
+PEER_LOOKUPS = 50
 
 
 def run(bench: Bench) -> list[Result]:
@@ -23,7 +25,36 @@ def run(bench: Bench) -> list[Result]:
         for burners, series in times.items():
             bench.say(f"{count:,} lookups, {burners} burners ({start + 1} of {starts})")
             series.append(_lookups(count, burners))
-    return [_row(burners, series) for burners, series in times.items()]
+    rows = [_row(burners, series) for burners, series in times.items()]
+    return rows + [_peer_row(bench, burners) for burners in times]
+
+
+def _peer_row(bench: Bench, burners: int) -> Result:
+    """LMCache's client and server over its own socket, one start."""
+    count = 20 if bench.quick else PEER_LOOKUPS
+    bench.say(f"{count} lookups by LMCache, {burners} burners")
+    script = HERE / "peers" / "lmcache_lookup.py"
+    with tempfile.TemporaryDirectory(prefix="lmc-") as folder:
+        scene = [str(Path(folder) / "0.sock"), str(CHUNKS)]
+        served = ["serve", *scene, str(burners)]
+        log = HOME / "lmcache_lookup_server.log"
+        with (
+            Worker(bench.peer_python, script, *served, log=log),
+            Worker(bench.peer_python, script, "ask", *scene) as asking,
+        ):
+            told = asking.ask(do="ask", count=count)
+    times = sorted(told["us"])
+    assert told["found"] == CHUNKS * 256, f"{told['found']} tokens found"
+    p50, p99 = times[count // 2], times[count * 99 // 100]
+    busy = f"with {burners} threads burning its GIL" if burners else "idle"
+    return Result(
+        f"{count} lookups of 512 chunks by LMCache, hashes given, server's process {busy}",
+        "for information",
+        f"p50 {p50:.0f} µs, p99 {p99:.0f} µs, worst {times[-1]:.0f} µs",
+        None,
+        count,
+        {"p50_us": p50, "p99_us": p99, "max_us": times[-1]},
+    )
 
 
 def _row(burners: int, series: list[list[float]]) -> Result:

@@ -236,6 +236,12 @@ class LeasesOverRanks(RuleBasedStateMachine):
             assert lease.num_chunks == found, "ranks lease different prefixes"
 
     @rule(req_id=request_ids)
+    def ask_in_vain(self, req_id: str) -> None:
+        self.ask(req_id)
+        self.clock.now += DEADLINE_MS / 1e3
+        self.ask(req_id)
+
+    @rule(req_id=request_ids)
     def allocate(self, req_id: str) -> None:
         """Blocks are granted: the record ends, and the workers take their leases."""
         if req_id in self.given:
@@ -269,6 +275,12 @@ class LeasesOverRanks(RuleBasedStateMachine):
         model = self.models[rank]
         for _ in range(min(count, len(model.unsent))):
             self.wires.inbox.append((rank, model.unsent.popleft()))
+
+    @rule(rank=rank_numbers)
+    def answers_arrive_twice(self, rank: int) -> None:
+        self.a_rank_reads(rank, MAX_QUEUED)
+        self.wires.inbox += [(rank, answer) for answer in self.models[rank].unsent]
+        self.answers_arrive(rank, MAX_QUEUED)
 
     @rule()
     def all_is_delivered(self) -> None:
@@ -337,7 +349,7 @@ class LeasesOverRanks(RuleBasedStateMachine):
 
 
 LeasesOverRanks.TestCase.settings = settings(
-    max_examples=200,
+    max_examples=150,
     stateful_step_count=60,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],

@@ -32,7 +32,8 @@ def serve(folder: pathlib.Path) -> Iterator[Serve]:
     servers: list[Server] = []
 
     def start(rank: int, **options: Any) -> Server:
-        servers.append(Server(folder / f"{rank}.sock", **options))
+        # Longer than any wait here: no lease may seem given back because it ran out.
+        servers.append(Server(folder / f"{rank}.sock", **{"lease_ms": 60_000, **options}))
         return servers[-1]
 
     yield start
