@@ -320,7 +320,10 @@ class Kept(StorageBackend):
 
     def put(self, key: CacheEngineKey, data: memoryview, metadata: bytes) -> None:
         self.chunks[key] = bytes(data), metadata
-        if len(self.chunks) > 2:
+        if len(data) > 64:
+            del self.chunks[key]
+            self.evicted(key)
+        elif len(self.chunks) > 2:
             oldest = next(iter(self.chunks))
             del self.chunks[oldest]
             self.evicted(oldest)
@@ -381,6 +384,11 @@ def test_a_tier_in_python_tells_the_same_sink() -> None:
     backend.chunks.clear()
     assert not manager.backends["kept"].contains(key(3))
     assert replayed() == set()
+    large = manager.batched_allocate([65])
+    assert large is not None
+    manager.batched_put([key(4)], large)
+    assert manager.flush()
+    assert replayed() == set(), "it had to go as it came"
     put(5, 6)
     assert replayed() == {bytes([5]) * 32, bytes([6]) * 32}
     manager.clear()
