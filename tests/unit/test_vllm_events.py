@@ -18,7 +18,9 @@ from lmcache_rs import _native
 from lmcache_rs.config import LMCacheEngineConfig
 from lmcache_rs.key import CacheEngineKey
 from lmcache_rs.storage import StorageBackend, StorageManager
+from lmcache_rs.vllm_v1.connector import LMCacheConnectorV1Dynamic
 from lmcache_rs.vllm_v1.events import EventReports, KVEventStream, LMCacheKVEvents, RankReport
+from lmcache_rs.vllm_v1.faults import Faults
 from lmcache_rs.vllm_v1.metadata import LMCacheWorkerMetadata
 
 CHUNK, BLOCK, HASH = 8, 4, 2
@@ -278,10 +280,34 @@ def test_what_is_stored_nowhere_is_kept_up_to_a_bound(monkeypatch: pytest.Monkey
     assert len(stream._contents) == 6, "what is stored stays described"
 
 
-def test_ranks_reports_go_with_the_metadata_where_events_are_not_asked_for() -> None:
-    metadata = [
-        LMCacheWorkerMetadata(event_reports=[RankReport(rank, False, [])]) for rank in (0, 1)
-    ]
+def test_reports_go_with_the_metadata_of_a_step_where_nobody_asks_for_events() -> None:
+    rank, stream = Rank(0, 100), new_stream()
+    worker, scheduler = (object.__new__(LMCacheConnectorV1Dynamic) for _ in range(2))
+    silent = SimpleNamespace(take_outcomes=lambda: None, update_connector_output=lambda _: None)
+    manager: Any = SimpleNamespace(worker=silent, event_reports=rank.reports, faults=Faults())
+    worker._manager = manager
+    manager = SimpleNamespace(scheduler=silent, event_stream=stream, faults=Faults())
+    scheduler._manager = manager
+    (chunk_hash,) = chunk_hashes("abcdefgh")
+    stream.note(prompt("abcdefgh"), "ns", chunk_hash)
+
+    def step(*, asks: bool) -> tuple[Any, list[Any]]:
+        told = worker.get_kv_connector_kv_cache_events() if asks else None
+        meta = worker.build_connector_worker_meta()
+        output = KVConnectorOutput(kv_cache_events=told, kv_connector_worker_meta=meta)
+        scheduler.update_connector_output(output)
+        return meta, list(scheduler.take_events())
+
+    rank.store("ns", chunk_hash)
+    meta, (stored,) = step(asks=False)
+    assert isinstance(meta, LMCacheWorkerMetadata)
+    assert stored.block_hashes == blocks_of("abcdefgh", 0)
+    assert step(asks=False) == (None, [])
+    rank.pool.clear()
+    meta, (removed,) = step(asks=True)
+    assert meta is None
+    assert removed.block_hashes == stored.block_hashes
+    metadata = [LMCacheWorkerMetadata(event_reports=[RankReport(r, False, [])]) for r in (0, 1)]
     merged = metadata[0].aggregate(metadata[1])
     assert [report.rank for report in merged.event_reports] == [0, 1]
 
@@ -294,7 +320,10 @@ class Kept(StorageBackend):
 
     def put(self, key: CacheEngineKey, data: memoryview, metadata: bytes) -> None:
         self.chunks[key] = bytes(data), metadata
-        if len(self.chunks) > 2:
+        if len(data) > 64:
+            del self.chunks[key]
+            self.evicted(key)
+        elif len(self.chunks) > 2:
             oldest = next(iter(self.chunks))
             del self.chunks[oldest]
             self.evicted(oldest)
@@ -355,6 +384,11 @@ def test_a_tier_in_python_tells_the_same_sink() -> None:
     backend.chunks.clear()
     assert not manager.backends["kept"].contains(key(3))
     assert replayed() == set()
+    large = manager.batched_allocate([65])
+    assert large is not None
+    manager.batched_put([key(4)], large)
+    assert manager.flush()
+    assert replayed() == set(), "it had to go as it came"
     put(5, 6)
     assert replayed() == {bytes([5]) * 32, bytes([6]) * 32}
     manager.clear()

@@ -57,7 +57,7 @@ def serve(pipe: Any, spec: EngineSpec, environment: dict[str, str], log: str) ->
         ),
         "counters": lambda: _counters(llms[0]),
         "idle": lambda: run_idle(llms[0]),
-        "metrics": lambda: _metrics(llms[0]),
+        "metrics": _metrics,
     }
     while True:
         try:
@@ -220,13 +220,17 @@ def _counters(llm: Any) -> dict[str, int]:
     return counters
 
 
-def _metrics(llm: Any) -> dict[str, float]:
-    """The connector's own."""
+def _metrics() -> dict[str, float]:
+    """The connector's own metrics."""
+    from vllm.v1.metrics.prometheus import get_prometheus_registry
+
     found: dict[str, float] = {}
-    for metric in llm.get_metrics():
+    for metric in get_prometheus_registry().collect():
         if metric.name.startswith("vllm:lmcache_rs_"):
-            ours = {"tier", "path", "place", "direction"} & metric.labels.keys()
-            label = "".join(f"{{{metric.labels[name]}}}" for name in ours)
-            name = metric.name.removeprefix("vllm:lmcache_rs_") + label
-            found[name] = metric.count if hasattr(metric, "buckets") else metric.value
+            name = metric.name.removeprefix("vllm:lmcache_rs_")
+            for sample in metric.samples:
+                if sample.name.removeprefix(metric.name) in ("", "_total", "_count"):
+                    ours = {"tier", "path", "place", "direction"} & sample.labels.keys()
+                    label = "".join(f"{{{sample.labels[each]}}}" for each in ours)
+                    found[name + label] = sample.value
     return found

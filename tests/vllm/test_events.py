@@ -151,7 +151,7 @@ def test_metrics_equal_what_was_asked(engine: tuple[harness.Engine, Subscriber])
     after = server.metrics()
 
     def moved(name: str) -> float:
-        return after[name] - before.get(name, 0)
+        return after.get(name, 0) - before.get(name, 0)
 
     idle_tokens = moved("requested_tokens") - (200 + 200 + 130)
     assert 0 <= idle_tokens <= 5, "requests of one token, which are looked up by nobody"
@@ -173,8 +173,8 @@ def test_metrics_equal_what_was_asked(engine: tuple[harness.Engine, Subscriber])
         "event_overflows": 0,
     }
     assert {name: moved(name) for name in expected} == expected
-    assert moved("lookups") >= moved("lookup_asks") >= 3
-    assert moved("lookup_round_trip_seconds") == moved("lookup_asks")
+    # The scheduler half knows whom to ask from the first step on.
+    assert moved("lookups") >= moved("lookup_asks") == moved("lookup_round_trip_seconds") == 2
     gauges = {
         "capacity_bytes{local_cpu}": POOL_CHUNKS * CHUNK_BYTES,
         "held_bytes{local_cpu}": 5 * CHUNK_BYTES,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lmcache_rs import _native
 from lmcache_rs.config import LMCacheEngineConfig, disabled_by_environment
 from lmcache_rs.layouts import LayoutError
 from lmcache_rs.vllm_v1 import compat, events, metrics, model_identity
@@ -179,8 +178,7 @@ class LMCacheManager:
         except Exception as error:
             self._degrade("register_kv_caches", error)
             return
-        if events.are_wanted(self._vllm_config) and self.worker.local_cpu is not None:
-            sink = _native.EventSink(self.worker.local_cpu)
+        if events.are_wanted(self._vllm_config) and (sink := self.worker.listen()) is not None:
             self.event_reports = EventReports(self._rank, sink)
         self._print_banner(tensors)
 

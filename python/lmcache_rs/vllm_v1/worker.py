@@ -522,6 +522,14 @@ class LMCacheWorkerHalf:
         """Host memory, while there is an engine that has it."""
         return None if self._engine is None else self._engine.local_cpu
 
+    def listen(self) -> _native.EventSink | None:
+        """From here on all tiers tell what comes and goes; None where nothing is stored."""
+        if self._engine is None or self._engine.local_cpu is None:
+            return None
+        sink = _native.EventSink(self._engine.local_cpu)
+        self._engine.storage_manager.tell(sink)
+        return sink
+
     @property
     def counts(self) -> Mapping[str, int]:
         """This half's own counters."""

@@ -75,8 +75,11 @@ struct Waiting {
     num_events: usize,
     is_lost: bool,
     times_lost: u64,
-    below: HashMap<Text, HashMap<(Text, ChunkHash), (u64, u32)>>,
+    below: HashMap<Text, Chunks>,
 }
+
+/// Bytes and tokens of a tier's chunks, by namespace and hash.
+type Chunks = HashMap<(Text, ChunkHash), (u64, u32)>;
 
 /// Changes of one verb: noted under the lock of what changed, told when dropped.
 #[derive(Debug)]

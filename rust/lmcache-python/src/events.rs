@@ -14,6 +14,9 @@ use crate::token::chunk_hash;
 #[pyclass(frozen, module = "lmcache_rs._native")]
 pub(crate) struct EventSink(Owned<(events::EventSink, local_cpu::LocalCpu)>);
 
+// A literal in the signature, so that Python sees it.
+const _: () = assert!(DEFAULT_CAPACITY == 65536);
+
 type Told<'py> = (
     bool,
     Bound<'py, PyString>,
@@ -45,7 +48,7 @@ impl EventSink {
     /// The sink of a store, which tells from now on. Up to `capacity` changes wait for a `drain`; a store has
     /// one sink, and the first call's capacity.
     #[new]
-    #[pyo3(signature = (local_cpu, capacity = DEFAULT_CAPACITY))]
+    #[pyo3(signature = (local_cpu, capacity = 65536))]
     fn new(local_cpu: &LocalCpu, capacity: usize) -> PyResult<Self> {
         let store = local_cpu.store()?;
         let sink = caught(|| Ok::<_, NativeError>(store.listen(capacity)))?;
