@@ -32,14 +32,15 @@ class Recorder(KVConnectorBase_V1):
 
     offers: ClassVar[bool] = False
     seen: ClassVar[Counter[str]] = Counter()
-    kept: ClassVar[dict[bytes, list[torch.Tensor]]] = {}
+    kept: ClassVar[dict[bytes, dict[str, torch.Tensor]]] = {}
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._block_size = int(vllm_config.cache_config.block_size)
         self._requests: dict[str, Any] = {}
         self._loads: list[Pair] = []
-        self._layers: list[torch.Tensor] = []
+        self._layers: dict[str, torch.Tensor] = {}
+        self._new: dict[bytes, dict[str, torch.Tensor]] = {}
 
     # The scheduler's half.
 
@@ -92,28 +93,32 @@ class Recorder(KVConnectorBase_V1):
     # The worker's half.
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self._layers = list(kv_caches.values())
+        self._layers = kv_caches
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, RecorderMetadata)
         for block_hash, block in metadata.loads:
             self.seen["loaded_blocks"] += 1
-            for layer, kept in zip(self._layers, self.kept[block_hash], strict=True):
-                layer[block] = kept
+            for name, kept in self.kept[block_hash].items():
+                self._layers[name][block] = kept
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         return
 
     def save_kv_layer(self, layer_name: str, *args: Any, **kwargs: Any) -> None:
-        return
-
-    def wait_for_save(self) -> None:
+        # Now and not at the end: a probe beside us may spoil blocks that are saved until then.
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, RecorderMetadata)
         for block_hash, block in metadata.saves:
             if block_hash not in self.kept:
-                self.kept[block_hash] = [layer[block].clone() for layer in self._layers]
+                new = self._new.setdefault(block_hash, {})
+                new[layer_name] = self._layers[layer_name][block].clone()
+
+    def wait_for_save(self) -> None:
+        for block_hash, layers in self._new.items():
+            self.kept[block_hash] = layers
+        self._new = {}
 
 
 def offer(llm: Any, offers: bool) -> None:
