@@ -63,7 +63,8 @@ class AsyncLoads:
 
     def fail_others(self, reqs: Iterable[ReqMeta]) -> None:
         """Those of these loads that were never started are over."""
-        started = [each.req for each in (*self._under_way, *self._finished)]
+        started = [load.req for load in self._under_way]
+        started += [load.req for load in self._finished]
         for req in reqs:
             if not any(req is each for each in started):
                 self.fail(req)

@@ -247,13 +247,13 @@ class LMCacheSchedulerHalf:
             metadata.prefetches = self._prefetches.take_orders()
         step = scheduler_output.num_scheduled_tokens
         granted, self._granted = self._granted, {}
-        for req_id, tracker in granted.items():
-            spec = tracker.load_spec
+        for req_id, waiting in granted.items():
+            spec = waiting.load_spec
             # vLLM's word: a request that waits for its load has blocks and computes nothing.
             if spec is not None and spec.is_async and req_id in step:
                 spec.is_async = False
             elif spec is not None and spec.is_async:
-                metadata.requests.append(self._describe_async_load(tracker, spec))
+                metadata.requests.append(self._describe_async_load(waiting, spec))
         for req_id, num_scheduled in step.items():
             tracker = self._trackers.get(req_id)
             if tracker is None or tracker.namespace is None:
