@@ -16,6 +16,8 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 from world import CHUNK
 
+from lmcache_rs.storage.tier import BackendTier
+
 TEXT = [at % 3 for at in range(4 * CHUNK)]
 SETTINGS = Settings(shelf=True)
 
@@ -104,6 +106,10 @@ def test_what_the_tier_loses_meanwhile_ends_the_prefix(opened: Open) -> None:
 
 def test_a_request_computes_when_the_tier_does_not_answer_in_time(opened: Open) -> None:
     stored(engine := opened(lookup_ms=50), 3 * CHUNK + 1)
+    # It would answer in an hour.
+    tier = engine._store.storage_manager.backends["shelf"]
+    assert isinstance(tier, BackendTier)
+    tier.lane._deadline_s = 3600
     Shelf.newest.is_open.clear()
     engine.add(request("again", 3 * CHUNK + 1), "")
     run(engine)
