@@ -212,10 +212,11 @@ class Engine:
         assert isinstance(metadata, LMCacheConnectorMetadata)
         self.judge.check_loads(step.promises, outcome)
         failed = outcome.failed_blocks
-        self.judge.check_index(metadata, step.promises, failed, self.pool)
+        stored = self.late.take_ended_keys()
+        self.judge.check_index(metadata, step.promises, failed, self.pool, set(stored))
         self.judge.check_reads(outcome.passes, step.reported_blocks())
         self.judge.check_saves(metadata, self.runner.sequences, self.pool)
-        self.judge.check_stored(self.late.take_ended_keys(), self.pool)
+        self.judge.check_stored(stored, self.pool)
         self.judge.check_sent(outcome.output)
 
     def _update(self, step: Step) -> None:

@@ -176,8 +176,12 @@ class Judge:
         promises: dict[str, Promise],
         failed_blocks: set[int],
         pool: _native.LocalCpu,
+        just_stored: set[tuple[str, bytes]],
     ) -> None:
-        """A chunk that failed has left the index, or it would be promised again and again."""
+        """A chunk that failed has left the index, or it would be promised again and again.
+
+        Unless somebody else's copy of it has ended since: that is another chunk, and a right one.
+        """
         for req in metadata.requests:
             promise = promises.get(req.req_id)
             if req.load_spec is None or promise is None:
@@ -189,7 +193,8 @@ class Judge:
                 continue
             chunk = (promise.start + at * BLOCK) // CHUNK
             failed_hash = req.hashes[chunk * HASH_BYTES : (chunk + 1) * HASH_BYTES]
-            gone = not pool.get(req.namespace, failed_hash)
+            is_new = (req.namespace, failed_hash) in just_stored
+            gone = is_new or not pool.get(req.namespace, failed_hash)
             require(gone, "a failed chunk leaves the index before it is reported", req.req_id)
 
     def check_reads(self, passes: list[Pass], reported_blocks: set[int]) -> None:

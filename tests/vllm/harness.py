@@ -331,6 +331,10 @@ class Engine:
         """Spoils the next load; the faults are named in ``probe_names.FAULTS``."""
         self._call("rpc", "probe_fault", fault)
 
+    def slow_copies(self, bytes_per_second: int) -> None:
+        """From now on saves that go on behind their step take so long."""
+        self._call("rpc", "probe_slow_copies", bytes_per_second)
+
     def report(self) -> Report:
         """The probe's findings since the last call, of worker and scheduler."""
         seen = self._call("rpc", "probe_report")[0]

@@ -21,6 +21,7 @@ import torch
 from probe_layers import LayerWatch
 from probe_names import FAULTS, FOLDER_VARIABLE, SCHEDULER_FILE
 
+from lmcache_rs import _native
 from lmcache_rs.vllm_v1 import LMCacheConnectorV1Dynamic
 
 if TYPE_CHECKING:
@@ -376,6 +377,12 @@ class ProbeWorker:
 
     def probe_fault(self, fault: str) -> None:
         _probe().fault = fault
+
+    def probe_slow_copies(self, bytes_per_second: int) -> None:
+        worker = _probe()._manager.worker
+        assert worker is not None
+        assert worker._engine is not None
+        worker._engine._transfers = _native.TransferQueue(bytes_per_second)
 
 
 def _probe() -> ProbeConnector:
