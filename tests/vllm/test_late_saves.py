@@ -1,4 +1,4 @@
-"""Saves whose copies take longer than many steps: vLLM keeps, or waits for, the blocks they read."""
+"""Saves whose copies take longer than many steps: the blocks they read are kept, or waited for."""
 
 from __future__ import annotations
 
