@@ -14,8 +14,7 @@ COPY_SECONDS = 0.02
 """Of one chunk; a decode step of a tiny model takes a tenth of that."""
 
 
-@pytest.mark.parametrize("layout", ["inproc", "mp"])
-@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize(("caching", "layout"), [(True, "inproc"), (False, "mp")])
 def test_blocks_are_kept_while_their_copies_run(
     baseline: Baseline, caching: bool, layout: str
 ) -> None:
