@@ -233,10 +233,11 @@ class Engine:
         self.judge.begin_loads(metadata, step.promises)
         step.outcome = outcome = self.runner.execute(step.scheduled)
         loading = self.transfers.not_over()
-        self.judge.check_loads(step.promises, outcome, loading, self.pool)
+        stored = self.late.take_ended_keys()
+        self.judge.check_loads(step.promises, outcome, loading, self.pool, set(stored))
         self.judge.check_reads(outcome.passes, step.reported_blocks())
         self.judge.check_saves(metadata, self.runner.sequences, self.pool)
-        self.judge.check_stored(self.late.take_ended_keys(), self.pool)
+        self.judge.check_stored(stored, self.pool)
         self.judge.check_sent(outcome.output)
 
     def _update(self, step: Step) -> None:

@@ -174,10 +174,12 @@ class Judge:
         outcome: Outcome,
         loading: set[str],
         pool: _native.LocalCpu,
+        just_stored: set[tuple[str, bytes]],
     ) -> None:
         """Loads wrote what was promised, or it is reported; and nothing else.
 
-        `loading` are the requests whose loads are not over, as the worker half has heard.
+        `loading` are the requests whose loads are not over, as the worker half has heard;
+        `just_stored` are chunks whose copies have ended since the last call.
         """
         memory, failed = self._memory, outcome.failed_blocks
         in_step = {req_id: each for req_id, each in promises.items() if not each.is_async}
@@ -210,7 +212,7 @@ class Judge:
         require(failed <= promised_blocks, "only promised blocks are reported", failed)
         self.seen["failed loads"] += bool(failed | outcome.failed)
         for promise in {**in_step, **over}.values():
-            self._check_index(promise, failed, pool)
+            self._check_index(promise, failed, pool, just_stored)
 
     def begin_loads(self, metadata: LMCacheConnectorMetadata, promises: dict[str, Promise]) -> None:
         """The worker half hears of these promises now."""
@@ -244,9 +246,16 @@ class Judge:
         return over
 
     def _check_index(
-        self, promise: Promise, failed_blocks: set[int], pool: _native.LocalCpu
+        self,
+        promise: Promise,
+        failed_blocks: set[int],
+        pool: _native.LocalCpu,
+        just_stored: set[tuple[str, bytes]],
     ) -> None:
-        """A chunk that failed has left the index, or it would be promised again and again."""
+        """A chunk that failed has left the index, or it would be promised again and again.
+
+        Unless somebody else's copy of it has ended since: that is another chunk, and a right one.
+        """
         req = promise.req
         if req is not None:
             blocks = promise.table[promise.start // BLOCK : -(-promise.end // BLOCK)]
@@ -256,7 +265,8 @@ class Judge:
                 return
             chunk = (promise.start + at * BLOCK) // CHUNK
             failed_hash = req.hashes[chunk * HASH_BYTES : (chunk + 1) * HASH_BYTES]
-            gone = not pool.get(req.namespace, failed_hash)
+            is_new = (req.namespace, failed_hash) in just_stored
+            gone = is_new or not pool.get(req.namespace, failed_hash)
             require(gone, "a failed chunk leaves the index before it is reported", req.req_id)
 
     def check_reads(self, passes: list[Pass], reported_blocks: set[int]) -> None:

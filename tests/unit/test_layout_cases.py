@@ -104,7 +104,7 @@ def register(cache: Cache, axes: TokenAxes | None = None) -> _native.PagedCache:
     first = cache.layers[0]
     axes = axes or token_axes(cache.layout, first.shape, first.stride())
     # Without the trial: it would find some faults before the cases can.
-    return registration._register_tokens(cache.layers, cache.layout, axes).native
+    return registration._register_tokens(cache.layers, cache.layout, axes, None).native
 
 
 class Cases:

@@ -387,6 +387,10 @@ class Engine:
         self._is_scripted = True
         return self._call("script", module, function, *given, timeout=timeout)
 
+    def slow_copies(self, bytes_per_second: int) -> None:
+        """From now on saves that go on behind their step take so long."""
+        self._call("rpc", "probe_slow_copies", bytes_per_second)
+
     def report(self) -> Report:
         """The probe's findings since the last call, of worker and scheduler."""
         return read_report(self.worker("probe_report"), Path(self._folder.name))

@@ -23,6 +23,7 @@ from probe_breaks import LoadBreaker
 from probe_layers import LayerWatch
 from probe_names import FAULTS, FOLDER_VARIABLE, LIGHT_VARIABLE, SCHEDULER_FILE
 
+from lmcache_rs import _native
 from lmcache_rs.vllm_v1 import LMCacheConnectorV1Dynamic
 
 if TYPE_CHECKING:
@@ -486,6 +487,12 @@ class ProbeWorker:
         probe = _probe()
         probe.breaker = None if how == "nothing" else LoadBreaker(probe, how, one_in, limit)
         probe._broken = {}
+
+    def probe_slow_copies(self, bytes_per_second: int) -> None:
+        worker = _probe()._manager.worker
+        assert worker is not None
+        assert worker._engine is not None
+        worker._engine._transfers = _native.TransferQueue(bytes_per_second)
 
 
 def _probe() -> ProbeConnector:

@@ -223,6 +223,9 @@ class LMCacheWorkerHalf:
         """Returns once no copy of an earlier step reads what the step may overwrite."""
         if metadata.engine_start == self._engine_start:
             self._saves.hold_back(metadata)
+        else:
+            # It does not say what becomes of our blocks: a description that failed says nothing.
+            self._saves.wait()
 
     def take_sent(self, metadata: LMCacheConnectorMetadata) -> set[str]:
         """Ended requests that vLLM keeps blocks for and whose saves are done; each once."""

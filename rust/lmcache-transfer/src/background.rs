@@ -8,7 +8,8 @@
 //! Nothing depends on the thread: who waits for a transfer that nobody has begun does it himself, and without a
 //! thread the caller does it at once. So is a load on the engine's only core: its request waits for just that
 //! work, which is not done sooner beside an engine that asks again and again whether it is done. A store goes to
-//! the thread there, too: the step's answer leaves before the copy.
+//! the thread there, too: the step's answer leaves before the copy, as the thread takes no processor from who
+//! wakes it.
 //!
 //! The blocks of a transfer are its own until [`Transfer::is_done`]. It goes to its end whether or not anybody
 //! keeps the handle; a panic in it is its outcome.
@@ -21,6 +22,7 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use crate::flow::{Loaded, Stored};
+use crate::host::stand_back;
 use crate::layerwise::{LoadJob, StoreJob};
 use crate::pipeline::{Bucket, lock, sleep};
 
@@ -215,6 +217,7 @@ impl Shared {
     }
 
     fn serve(&self) {
+        stand_back();
         while let Some(ticket) = self.next() {
             self.carry_out(&ticket);
         }

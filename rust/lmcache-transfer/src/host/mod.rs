@@ -195,6 +195,11 @@ impl PagedCache {
     }
 }
 
+/// For a thread whose work nobody is to be kept from his own by.
+pub(crate) fn stand_back() {
+    pool::stand_back();
+}
+
 /// Panics if the plan's part of a chunk does not fit into `len` bytes.
 fn require_room(plan: &CopyPlan, len: usize) {
     // Stretches are in order of the chunk.
