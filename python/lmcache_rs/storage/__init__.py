@@ -7,6 +7,7 @@ from __future__ import annotations
 from lmcache_rs.layouts import MemoryFormat
 from lmcache_rs.storage.backend import StorageBackend, StorageBackendInterface
 from lmcache_rs.storage.local_cpu import LocalCPUBackend
+from lmcache_rs.storage.local_disk import LocalDiskBackend
 from lmcache_rs.storage.manager import StorageManager, allocate_and_copy_objects
 from lmcache_rs.storage.memory_obj import LayerView, MemoryObj, MemoryObjMetadata
 from lmcache_rs.storage.record import key_text
@@ -14,6 +15,7 @@ from lmcache_rs.storage.record import key_text
 __all__ = [
     "LayerView",
     "LocalCPUBackend",
+    "LocalDiskBackend",
     "MemoryFormat",
     "MemoryObj",
     "MemoryObjMetadata",

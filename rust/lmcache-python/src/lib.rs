@@ -5,6 +5,7 @@ mod gate;
 mod key;
 mod layer_copy;
 mod layerwise;
+mod local_disk;
 mod memory;
 mod rope;
 mod storage;
@@ -20,6 +21,8 @@ mod _native {
     use crate::layer_copy::{LayerBuffer, LayerCopy};
     #[pymodule_export]
     use crate::layerwise::{Copier, LayerwiseStep};
+    #[pymodule_export]
+    use crate::local_disk::{LocalDisk, checksum, inspect_object};
     #[pymodule_export]
     use crate::memory::{LocalCpu, MemoryObj};
     #[pymodule_export]
