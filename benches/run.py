@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import ROOT, Bench, Stop
-from lines import across, copies, engine, hashing, identity, index, layerwise, package, vllm
+from lines import across, copies, disk, engine, hashing, identity, index, layerwise, package, vllm
 from measure import Result
 
 DOCUMENT = ROOT / "docs" / "performance.md"
@@ -37,6 +37,7 @@ LINES: dict[str, Callable[[Bench], list[Result]]] = {
     "blocks": copies.blocks,
     "runs": copies.runs,
     "across": across.run,
+    "disk": disk.run,
     "identity": identity.run,
     "package": package.run,
     "vllm": vllm.run,

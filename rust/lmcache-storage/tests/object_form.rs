@@ -215,7 +215,10 @@ fn what_no_header_holds_is_not_sealed() {
 
 #[test]
 fn objects_of_every_version_that_is_read_are_read_and_written_alike() {
-    let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/vectors/object_form");
+    let folder = concat!(
+        env!("CARGO_MANIFEST_DIR"),
+        "/../../tests/vectors/object_form"
+    );
     let mut seen = 0;
     for entry in std::fs::read_dir(folder).expect("the golden files") {
         let bytes = std::fs::read(entry.expect("an entry").path()).expect("a golden file");

@@ -259,20 +259,9 @@ impl LocalDisk {
 
     /// How many chunks of the chain are stored, counted from its first to the first gap.
     pub fn contains_prefix(&self, namespace: &str, hashes: &[ChunkHash]) -> usize {
-        let shared = &self.0;
-        let digest = namespace_digest(namespace);
-        let mut found = 0;
-        let mut looked = false;
-        while found < hashes.len() {
-            let more = shared.known_prefix(digest, &hashes[found..]);
-            found += more;
-            if found == hashes.len() || (more == 0 && looked) {
-                break;
-            }
-            shared.folder(hashes[found]).look_for_news();
-            looked = true;
-        }
-        found
+        // What others have put and cleared counts from now on; a page is read for it.
+        self.0.folders.iter().for_each(Folder::look_for_news);
+        self.0.known_prefix(namespace_digest(namespace), hashes)
     }
 
     /// Reads chunks, from the first to the first gap, and waits for them until `within` has passed. Those that
