@@ -91,9 +91,11 @@ gpu: setup ## run what needs a GPU; one line where there is none
 
 # Long, and never in CI: every end-to-end test with copies layer by layer, of which `make test` runs
 # a choice (tests/vllm/test_layerwise.py), and ten times the schedules.
-soak: installed ## the long tests: every end-to-end test layer by layer, 10^5 random schedules
+soak: installed ## the long tests: every end-to-end test layer by layer, 10^5 random schedules, disks
 	KV_TEST_LAYERWISE=1 "$(PY)" scripts/e2e.py
 	MODEL_SCHEDULES=100000 "$(PY)" -m pytest tests/model/test_schedules.py
+	@# A thousand kills, ten thousand power cuts, and a minute of writers at the limit.
+	$(CARGO) test --locked -p lmcache-storage --test local_disk_faults -- --ignored --test-threads 1 </dev/null
 
 # A name that a later release fills.
 .PHONY: compat

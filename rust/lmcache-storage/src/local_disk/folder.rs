@@ -93,7 +93,7 @@ impl Folder {
         faults: Arc<Faults>,
     ) -> Result<Self, Trouble> {
         let root = path.join(ROOT);
-        let door = Door::open(&*files, &root)?;
+        let door = Door::open(&*files, &root, Instant::now() + PATIENCE)?;
         let folder = Self {
             files,
             root,
@@ -175,7 +175,7 @@ impl Folder {
             return Err(Trouble::new(Fault::Withdrawn, "the tier is closed"));
         }
         if self.lost.swap(false, Ordering::Relaxed) {
-            match Door::open(&*self.files, &self.root) {
+            match Door::open(&*self.files, &self.root, due) {
                 Ok(opened) => {
                     self.owner.store(opened.owner, Ordering::Relaxed);
                     *door = opened;
@@ -439,7 +439,7 @@ impl Folder {
 }
 
 impl Door {
-    fn open(files: &dyn Files, root: &Path) -> Result<Self, Trouble> {
+    fn open(files: &dyn Files, root: &Path, due: Instant) -> Result<Self, Trouble> {
         let system = |what: &str| {
             let what = format!("{what} in {}", root.display());
             move |error: io::Error| Trouble::system(&what, &error)
@@ -459,7 +459,7 @@ impl Door {
         let owner = new_number();
         let path = owner_path(root, owner);
         // Under the folder's lock, or it could be taken for a dead one's before it is locked itself.
-        wait_for(&*lock, Instant::now() + PATIENCE)?;
+        wait_for(&*lock, due)?;
         let owner_file = (|| {
             let file = files
                 .open(&path, Open::Shared)

@@ -482,12 +482,17 @@ impl Shared {
             }
             Err(trouble) => {
                 self.faults.note("get", &trouble);
-                if trouble.fault != Fault::NoMemory {
+                match trouble.fault {
+                    Fault::NoMemory => {}
                     // It is found no more, whether or not it can be removed.
-                    if let Err(trouble) = folder.remove(name, HASTE) {
-                        self.faults.note("remove", &trouble);
-                        folder.index.lock().mark_bad(&name);
+                    Fault::Defect(_) | Fault::Gone => {
+                        if let Err(trouble) = folder.remove(name, HASTE) {
+                            self.faults.note("remove", &trouble);
+                            folder.index.lock().mark_bad(&name);
+                        }
                     }
+                    // The file may be right, and the fault ours: too many open files, say.
+                    _ => folder.index.lock().mark_bad(&name),
                 }
                 None
             }
