@@ -122,7 +122,9 @@ class Raw:
     def read(self, depth: int) -> None:
         self._at_depth(os.O_RDONLY, depth, lambda fd, view, at: os.preadv(fd, [view], at))
 
-    def _at_depth(self, flags: int, depth: int, move: Callable[[int, memoryview, int], int]) -> None:
+    def _at_depth(
+        self, flags: int, depth: int, move: Callable[[int, memoryview, int], int]
+    ) -> None:
         fd = os.open(self._path, flags | os.O_DIRECT, 0o600)
 
         def lane(first: int) -> None:

@@ -1,4 +1,4 @@
-"""`lmcache-rs store`: looks into the folders of the local disk tier, whoever uses them meanwhile."""
+"""`lmcache-rs store`: looks into folders of the local disk tier, while others use them."""
 
 from __future__ import annotations
 
@@ -97,7 +97,13 @@ def stored(path: Path, *, whole: bool) -> Iterator[Stored]:
             elif key is not None and not file.name.startswith(key.rpartition("@hash=")[2] + "."):
                 defect = "foreign"
             yield Stored(
-                file, about.st_size, about.st_mtime, key, payload_bytes or 0, num_tokens or 0, defect
+                file,
+                about.st_size,
+                about.st_mtime,
+                key,
+                payload_bytes or 0,
+                num_tokens or 0,
+                defect,
             )
 
 

@@ -1,8 +1,8 @@
 """The form of stored objects, read and written by another program than the one that ships.
 
 The golden files in tests/vectors/object_form/ are kept: each later version must read those of the
-versions that it says it reads, and take all others for a miss. `python tests/unit/test_object_form.py`
-writes them anew.
+versions that it says it reads, and take all others for a miss. This file, run as a program, writes
+them.
 """
 
 from __future__ import annotations
@@ -102,9 +102,7 @@ def golden() -> dict[str, Object]:
         "v1-empty": Object(str(key), b""),
         "v1-split": Object(str(key), numbers.randbytes(2 * 3 * 2 * 5 * 2), 3, split, (0, 1, 700)),
         "v1-mla": Object(str(key), numbers.randbytes(4 * 7), 1, ("KV_MLA_FMT", 1, 7, "float32", 1)),
-        "v1-opaque": Object(
-            str(key), numbers.randbytes(5000), 32, ("OPAQUE", 5, 500, "uint8", 16)
-        ),
+        "v1-opaque": Object(str(key), numbers.randbytes(5000), 32, ("OPAQUE", 5, 500, "uint8", 16)),
         "v1-long-header": Object(str(key), b"abc", 900, None, tuple(range(-450, 450))),
     }
 

@@ -17,6 +17,9 @@ use crate::token::{chunk_hash, packed_hashes};
 /// Format, layers, hidden, dtype, tokens of a block.
 type FormParts = (String, u32, u64, String, u32);
 
+/// Key, payload bytes, tokens, defect.
+type Inspected = (Option<String>, Option<u64>, Option<u32>, Option<String>);
+
 /// Chunks in folders on local disks.
 #[pyclass(frozen, module = "lmcache_rs._native")]
 pub(crate) struct LocalDisk(Owned<local_disk::LocalDisk>);
@@ -189,10 +192,7 @@ impl LocalDisk {
 /// defect is `None` for one that is whole; the key and numbers are `None` where they cannot be read.
 #[pyfunction]
 #[pyo3(signature = (object))]
-pub(crate) fn inspect_object(
-    py: Python<'_>,
-    object: &[u8],
-) -> PyResult<(Option<String>, Option<u64>, Option<u32>, Option<String>)> {
+pub(crate) fn inspect_object(py: Python<'_>, object: &[u8]) -> PyResult<Inspected> {
     enter(py, || {
         Ok::<_, NativeError>(match object_form::Header::parse(object) {
             Err(defect) => (None, None, None, Some(defect.name().to_owned())),

@@ -1,5 +1,10 @@
 //! What the tier on disk promises when the system fails it: at each operation in turn, by an error, a short
 //! count, the end of the process, or the end of the machine.
+#![allow(
+    clippy::unwrap_used,
+    clippy::print_stdout,
+    reason = "a test that cannot go on"
+)]
 
 use std::collections::HashMap;
 use std::fs;
