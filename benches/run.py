@@ -24,6 +24,7 @@ from bench import ROOT, Bench, Stop
 from lines import (
     across,
     copies,
+    disk,
     engine,
     hashing,
     identity,
@@ -49,6 +50,7 @@ LINES: dict[str, Callable[[Bench], list[Result]]] = {
     "runs": copies.runs,
     "across": across.run,
     "waiting": waiting.run,
+    "disk": disk.run,
     "identity": identity.run,
     "package": package.run,
     "vllm": vllm.run,

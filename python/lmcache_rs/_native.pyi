@@ -1,6 +1,7 @@
 import sys
 from collections.abc import Mapping, Sequence
 from os import PathLike
+from pathlib import Path
 from typing import Any, Self, final
 
 from typing_extensions import Buffer, disjoint_base
@@ -13,6 +14,7 @@ __all__ = [
     "LayerCopy",
     "LayerwiseStep",
     "LocalCpu",
+    "LocalDisk",
     "LookupConnections",
     "LookupServer",
     "MemoryObj",
@@ -21,6 +23,7 @@ __all__ = [
     "Transfer",
     "TransferQueue",
     "build_info",
+    "checksum",
     "chunk_aligned",
     "copy_seconds",
     "decode_lookup_answer",
@@ -32,6 +35,7 @@ __all__ = [
     "encode_release_request",
     "gather",
     "hashed_bytes",
+    "inspect_object",
     "leading_false",
     "load",
     "namespace_begins_with",
@@ -42,6 +46,7 @@ __all__ = [
 ]
 
 def build_info() -> dict[str, str | int]: ...
+def checksum(data: bytes) -> int: ...
 def chunk_aligned(num_false: int, chunk_size: int) -> int: ...
 def copy_seconds() -> tuple[float, float]: ...
 def decode_lookup_answer(data: bytes) -> tuple[int, int, int, int]: ...
@@ -70,6 +75,9 @@ def gather(
     slots: Buffer | Sequence[int],
 ) -> int: ...
 def hashed_bytes() -> int: ...
+def inspect_object(
+    object: bytes,
+) -> tuple[str | None, int | None, int | None, str | None]: ...
 def leading_false(mask: bytes, num_tokens: int) -> int: ...
 def load(
     local_cpu: LocalCpu,
@@ -245,6 +253,39 @@ class LookupConnections:
     def connect(self) -> bool: ...
     def receive(self, wait_us: int) -> list[tuple[int, tuple[int, int, int, int] | None]]: ...
     def release(self, message_id: int, lookup_id: str) -> list[int]: ...
+
+@final
+class LocalDisk:
+    def __new__(
+        cls,
+        paths: Sequence[str | PathLike[str]],
+        limit_bytes: int,
+        pool: LocalCpu,
+        policy: str = "LRU",
+        *,
+        threads: int = 8,
+        max_queued_bytes: int = ...,
+        direct: bool = True,
+        sync: bool = False,
+        delete_on_close: bool = False,
+    ) -> LocalDisk: ...
+    def clear(self, prefix: str | None = None) -> int: ...
+    def close(self, within_s: float) -> bool: ...
+    def flush(self, within_s: float) -> bool: ...
+    def get(
+        self, namespace: str, hashes: bytes, within_s: float
+    ) -> list[tuple[MemoryObj, tuple[str, int, int, str, int] | None, int]]: ...
+    def longest_prefix(self, namespace: str, hashes: bytes) -> int: ...
+    def path_of(self, namespace: str, hash: bytes) -> Path: ...
+    def put(
+        self,
+        namespace: str,
+        hashes: bytes,
+        chunks: Sequence[tuple[MemoryObj, tuple[str, int, int, str, int] | None, int]],
+    ) -> int: ...
+    def remove(self, namespace: str, hash: bytes) -> bool: ...
+    def retain(self, prefix: str) -> int: ...
+    def stats(self) -> dict[str, int]: ...
 
 @final
 class LookupServer:

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from lmcache_rs.cli_store import add_store
 from lmcache_rs.config import ConfigError, LMCacheEngineConfig, disabled_by_environment
 from lmcache_rs.config_keys import DISABLE_SWITCH, HONOURED
 
@@ -127,7 +128,7 @@ def _settings_json(config: LMCacheEngineConfig, notices: list[str]) -> str:
     return json.dumps({"settings": settings, "notices": notices}, indent=2)
 
 
-_COMMANDS: tuple[Callable[[_Commands], None], ...] = (_add_config,)
+_COMMANDS: tuple[Callable[[_Commands], None], ...] = (_add_config, add_store)
 
 
 if __name__ == "__main__":

@@ -48,6 +48,11 @@ class LMCacheEngineConfig:
     chunk_size: int
     local_cpu: bool
     max_local_cpu_size: float
+    local_disk: str | None
+    max_local_disk_size: float
+    local_disk_on_exit: str
+    local_disk_direct_io: bool
+    local_disk_threads: int
     save_unfull_chunk: bool | None
     pre_caching_hash_algorithm: str
     chain: str
@@ -161,6 +166,17 @@ class LMCacheEngineConfig:
     def max_local_cpu_bytes(self) -> int:
         """`max_local_cpu_size` in bytes, rounded down."""
         return int(self.max_local_cpu_size * GB)
+
+    @property
+    def max_local_disk_bytes(self) -> int:
+        """`max_local_disk_size` in bytes, rounded down."""
+        return int(self.max_local_disk_size * GB)
+
+    @property
+    def local_disk_paths(self) -> list[str]:
+        """The folders of `local_disk`, in order; none if it is not set."""
+        paths = [path.strip() for path in (self.local_disk or "").split(",")]
+        return [path.removeprefix("file://") for path in paths if path]
 
     def chunk_size_for(self, block_size: int) -> int:
         """Tokens of a chunk for an engine whose blocks hold `block_size` tokens.

@@ -94,7 +94,19 @@ def _cache_policy(value: str) -> tuple[str, str | None]:
 def _local_cpu(value: bool) -> tuple[bool, str | None]:
     if value:
         return value, None
-    return value, "host memory is the only tier of this version; without it nothing is cached"
+    return value, "the connector serves from host memory alone; without it nothing is cached"
+
+
+def _local_disk(value: str) -> tuple[str, str | None]:
+    if any(path.strip() for path in value.split(",")):
+        return value, "in this version only StorageManager uses it: the engine and vLLM do not yet"
+    raise ValueError("needs the path of a folder, or several with commas; leave it out for no disk")
+
+
+def _on_exit(value: str) -> tuple[str, str | None]:
+    if value in ("keep", "delete"):
+        return value, None
+    raise ValueError(f"needs keep or delete, found {value!r}")
 
 
 def _async_loading(value: bool) -> tuple[bool, str | None]:
@@ -135,7 +147,7 @@ HONOURED: Mapping[str, Key] = {
             "bool",
             True,
             "",
-            "Keep chunks in host memory (tier L1). It is the only tier of this version.",
+            "Keep chunks in host memory (tier L1), from which the connector serves.",
             check=_local_cpu,
         ),
         Key(
@@ -146,6 +158,53 @@ HONOURED: Mapping[str, Key] = {
             "Host memory for chunks, for each worker process.",
             minimum=0,
             maximum=2**20,
+        ),
+        Key(
+            "local_disk",
+            "str",
+            None,
+            "",
+            "Folders on local disks for tier L2, separated by commas; chunks are spread over them. "
+            "Several processes may share them. Needs `max_local_disk_size`. In this version only "
+            "`StorageManager` uses it, the engine and vLLM do not yet; see "
+            "[local-disk.md](local-disk.md).",
+            check=_local_disk,
+        ),
+        Key(
+            "max_local_disk_size",
+            "float",
+            0.0,
+            "GB of 2^30 bytes",
+            "What all folders of `local_disk` together may take. Unlike LMCache's, a limit of the "
+            "folders, not of each worker process. 0: no disk tier.",
+            minimum=0,
+            maximum=2**30,
+        ),
+        Key(
+            "local_disk_on_exit",
+            "str",
+            "keep",
+            "",
+            "`keep` the chunks on disk when the store is closed, for the next start, or `delete` "
+            "them if no other process uses them.",
+            check=_on_exit,
+        ),
+        Key(
+            "local_disk_direct_io",
+            "bool",
+            True,
+            "",
+            "Read and write past the page cache. Where a file system cannot, one warning says so "
+            "and the page cache is used.",
+        ),
+        Key(
+            "local_disk_threads",
+            "int",
+            8,
+            "threads",
+            "Reads and writes under way at the disks at a time.",
+            minimum=2,
+            maximum=256,
         ),
         Key(
             "save_unfull_chunk",
@@ -298,8 +357,8 @@ HONOURED: Mapping[str, Key] = {
 # Reason, then the keys it holds for.
 _LMCACHE_ONLY_GROUPS: tuple[tuple[str, str], ...] = (
     (
-        "the local disk tier is not available in this version",
-        "local_disk local_disk_path_sharding max_local_disk_size",
+        "chunks are spread over the paths of local_disk by their hash",
+        "local_disk_path_sharding",
     ),
     (
         "remote tiers are not available in this version",

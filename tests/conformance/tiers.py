@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 import sys
+import tempfile
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -12,6 +15,7 @@ from typing import Any
 from lmcache_rs import CacheEngineKey, MemoryObj, _native
 from lmcache_rs.storage import (
     LocalCPUBackend,
+    LocalDiskBackend,
     StorageBackend,
     StorageBackendInterface,
     allocate_and_copy_objects,
@@ -151,8 +155,27 @@ def _python_files(tmp_path: Path) -> Subject:
     return python_tier(backend, lose)
 
 
+def _local_disk(path: Path) -> Subject:
+    pool = _native.LocalCpu(POOL_BYTES, 1000)
+    backend = LocalDiskBackend([path], 64 << 20, pool, max_queued_bytes=POOL_BYTES)
+
+    def lose(key: CacheEngineKey) -> None:
+        Path(backend.local_disk.path_of(key.namespace, key.chunk_hash)).unlink()
+
+    return Subject(backend, pool, lose)
+
+
+def _local_disk_in_memory(tmp_path: Path) -> Subject:
+    memory = tempfile.mkdtemp(dir="/dev/shm" if Path("/dev/shm").is_dir() else tmp_path)
+    made = _local_disk(Path(memory))
+    weakref.finalize(made, shutil.rmtree, memory, ignore_errors=True)
+    return made
+
+
 TIERS = {
     "local_cpu": _local_cpu,
     "python_dict": _python_dict,
     "python_files": _python_files,
+    "local_disk": _local_disk,
+    "local_disk_in_memory": _local_disk_in_memory,
 }

@@ -180,6 +180,7 @@ def test_variable_can_correct_a_value_of_the_file(tmp_path: Path) -> None:
 def test_every_key_of_lmcache_is_known_and_no_other() -> None:
     ours = {"chain", "none_hash_seed", "lease_timeout_ms", "copy_threads", "strict", "log_requests"}
     ours |= {"max_sync_load_ms", "storage_backends"}
+    ours |= {"local_disk_on_exit", "local_disk_direct_io", "local_disk_threads"}
     assert set(LMCACHE_0_5_6) == (set(HONOURED) - ours) | set(LMCACHE_ONLY) | set(LEGACY_NAMES)
     assert not set(HONOURED) & set(LMCACHE_ONLY)
 
@@ -213,7 +214,7 @@ def test_earlier_name_of_a_key_names_todays(old: str) -> None:
     assert f"earlier name of {LEGACY_NAMES[old]}" in notice
 
 
-@pytest.mark.parametrize("key", ["local_disk", "max_local_disk_size", "remote_url"])
+@pytest.mark.parametrize("key", ["remote_url"])
 def test_tiers_to_come_say_that_they_are_not_available(key: str) -> None:
     (notice,) = LMCacheEngineConfig.from_defaults(**{key: 1}).notices
     assert "not available in this version; ignored" in notice

@@ -8,6 +8,7 @@ from lmcache_rs.layouts import MemoryFormat
 from lmcache_rs.storage.backend import StorageBackend, StorageBackendInterface
 from lmcache_rs.storage.events import EventManager, EventStatus, EventType
 from lmcache_rs.storage.local_cpu import LocalCPUBackend
+from lmcache_rs.storage.local_disk import LocalDiskBackend
 from lmcache_rs.storage.manager import StorageManager, allocate_and_copy_objects
 from lmcache_rs.storage.memory_obj import LayerView, MemoryObj, MemoryObjMetadata
 from lmcache_rs.storage.record import key_text
@@ -18,6 +19,7 @@ __all__ = [
     "EventType",
     "LayerView",
     "LocalCPUBackend",
+    "LocalDiskBackend",
     "MemoryFormat",
     "MemoryObj",
     "MemoryObjMetadata",

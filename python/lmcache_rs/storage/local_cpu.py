@@ -44,7 +44,7 @@ class LocalCPUBackend(StorageBackendInterface):
     def batched_contains(self, keys: Sequence[CacheEngineKey]) -> int:
         """How many chunks are stored, from the first to the first gap."""
         count = 0
-        for namespace, hashes in _runs(keys):
+        for namespace, hashes in runs(keys):
             found = self.local_cpu.longest_prefix(namespace, hashes)
             count += found
             if found < len(hashes) // HASH_BYTES:
@@ -58,7 +58,7 @@ class LocalCPUBackend(StorageBackendInterface):
     def batched_get_blocking(self, keys: Sequence[CacheEngineKey]) -> list[MemoryObj | None]:
         """The objects from the first to the first gap; None from there on."""
         found: list[MemoryObj | None] = []
-        for namespace, hashes in _runs(keys):
+        for namespace, hashes in runs(keys):
             objects = self.local_cpu.get(namespace, hashes)
             found += (MemoryObj(raw) for raw in objects)
             if len(objects) < len(hashes) // HASH_BYTES:
@@ -103,7 +103,7 @@ def _done(value: T) -> Future[T]:
     return future
 
 
-def _runs(keys: Sequence[CacheEngineKey]) -> Iterable[tuple[str, bytes]]:
+def runs(keys: Sequence[CacheEngineKey]) -> Iterable[tuple[str, bytes]]:
     """Neighbouring keys of one namespace as packed hashes, so that each run is one call."""
     start = 0
     while start < len(keys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 import weakref
@@ -18,6 +19,7 @@ from lmcache_rs.layouts import MemoryFormat, StoredForm
 from lmcache_rs.storage.backend import StorageBackend, StorageBackendInterface
 from lmcache_rs.storage.events import EventManager, EventType
 from lmcache_rs.storage.local_cpu import LocalCPUBackend
+from lmcache_rs.storage.local_disk import LocalDiskBackend
 from lmcache_rs.storage.memory_obj import LayerView, MemoryObj, MemoryObjMetadata, described
 from lmcache_rs.storage.prefetch import PrefetchThread
 from lmcache_rs.storage.tier import BackendTier
@@ -25,7 +27,10 @@ from lmcache_rs.storage.tier import BackendTier
 if TYPE_CHECKING:
     import torch
 
+logger = logging.getLogger("lmcache_rs")
+
 L1 = "LocalCPUBackend"
+L2 = "LocalDiskBackend"
 DEADLINE_S = 5.0
 """Seconds after which a backend's answer is taken as a miss, unless it is added with others."""
 CLOSE_DEADLINE_S = 10.0
@@ -73,6 +78,22 @@ class StorageManager:
             self._pool = local_cpu
             self._local = LocalCPUBackend(local_cpu)
             self.backends[L1] = self._local
+        if config.local_disk_paths and config.max_local_disk_bytes:
+            self._add_local_disk()
+
+    def _add_local_disk(self) -> None:
+        try:
+            if self._pool is None:
+                self._pool = self._new_pool()
+            self.backends[L2] = LocalDiskBackend.from_config(self._config, self._pool)
+        except (OSError, MemoryError) as error:
+            if self._config.strict:
+                raise
+            logger.warning(
+                "lmcache_rs: SERVING WITHOUT THE LOCAL DISK TIER: %s. Check that local_disk can be "
+                "written and that memory is left; `strict: true` makes this a stop.",
+                error,
+            )
 
     def _new_pool(self) -> LocalCpu:
         of = self._config
@@ -336,7 +357,7 @@ class StorageManager:
     ) -> list[MemoryObj]:
         """What a tier below L1 has of these chunks, up to the first gap: in memory of our pool
         where the tier leaves the place to us, so that it is published without another copy."""
-        if not isinstance(backend, BackendTier):
+        if not isinstance(backend, BackendTier | LocalDiskBackend):
             return list(self._known(keys, backend.batched_get_blocking(keys)))
         arrived = []
         for key, (memory_obj, record) in zip(keys, backend.fetch(keys), strict=False):

@@ -13,6 +13,7 @@ pub(crate) enum NativeError {
     Memory(MemoryError),
     Transfer(TransferError),
     Lookup(String),
+    Disk(String),
     /// A handle is used in a process that did not make it.
     Forked {
         made_in: u32,
@@ -35,7 +36,7 @@ impl From<NativeError> for PyErr {
                 error @ (MemoryError::TooSmall { .. } | MemoryError::ForeignMemory),
             ) => PyValueError::new_err(error.to_string()),
             NativeError::Memory(error) => PyMemoryError::new_err(error.to_string()),
-            NativeError::Lookup(error) => PyOSError::new_err(error),
+            NativeError::Lookup(error) | NativeError::Disk(error) => PyOSError::new_err(error),
             NativeError::Forked { made_in, used_in } => PyRuntimeError::new_err(format!(
                 "this handle was made in process {made_in} and is used in its fork {used_in}; make a new one here, \
                  or start the process with the spawn method"

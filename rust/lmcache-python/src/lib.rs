@@ -7,6 +7,7 @@ mod gate;
 mod key;
 mod layer_copy;
 mod layerwise;
+mod local_disk;
 mod lookup_client;
 mod memory;
 mod rope;
@@ -27,6 +28,8 @@ mod _native {
     use crate::layer_copy::{LayerBuffer, LayerCopy};
     #[pymodule_export]
     use crate::layerwise::{Copier, LayerwiseStep};
+    #[pymodule_export]
+    use crate::local_disk::{LocalDisk, checksum, inspect_object};
     #[pymodule_export]
     use crate::lookup_client::LookupConnections;
     #[pymodule_export]

@@ -30,7 +30,7 @@ impl LocalCpu {
     }
 }
 
-fn unknown_policy(found: &str) -> NativeError {
+pub(crate) fn unknown_policy(found: &str) -> NativeError {
     let names = Policy::ALL.map(Policy::name).join(", ");
     NativeError::Argument(format!(
         "policy {found:?} is unknown; set it to one of {names}"
@@ -328,6 +328,8 @@ impl Source {
 const LENT: &str =
     "memory is in use by a copy, or named twice in this call; use each object once at a time";
 const TWICE: &str = "memory is named twice in this call; allocate one object a key";
+const UNSEALED: &str =
+    "memory is not sealed; put it with StorageManager.batched_put, or seal() it first";
 const SPENT: &str = "memory was put or released before; allocate anew";
 const SURPLUS: &str = "this handle took no reference that it could give back; call ref_count_up once for each \
     ref_count_down, and drop the handle itself to end its own reference";
@@ -354,6 +356,19 @@ impl MemoryObj {
             memory: Owned::new(Mutex::new(Memory { state, extra })),
             writers: Mutex::new(0),
         }))
+    }
+
+    /// Memory that was written for Python to have.
+    pub(crate) fn writable(chunk: ChunkMut) -> Self {
+        Self::new(State::Writable(chunk))
+    }
+
+    /// The sealed memory.
+    pub(crate) fn sealed_object(&self) -> Result<object::MemoryObj, NativeError> {
+        match &self.shared.try_lock()?.state {
+            State::Sealed(object) => Ok(object.clone()),
+            _ => Err(NativeError::Argument(UNSEALED.into())),
+        }
     }
 
     fn of(shared: Arc<Shared>) -> Self {

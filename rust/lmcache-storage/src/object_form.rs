@@ -241,12 +241,18 @@ impl Sizes {
 }
 
 fn checksum(header: &[u8], payload: &[u8]) -> u64 {
+    let mut digest = digest_of(header);
+    digest.update(payload);
+    digest.finalize()
+}
+
+/// The sum of a header, ready for its payload.
+fn digest_of(header: &[u8]) -> Digest {
     let mut digest = Digest::new(CrcAlgorithm::Crc64Nvme);
     digest.update(&header[..CHECKSUM_AT]);
     digest.update(&[0; 8]);
     digest.update(&header[CHECKSUM_AT + 8..]);
-    digest.update(payload);
-    digest.finalize()
+    digest
 }
 
 /// The sum that objects carry, of any bytes: for what lies beside them, and to measure.
@@ -330,16 +336,43 @@ impl<'a> Header<'a> {
 
     /// Holds a payload against the header: from here on both are what was written.
     pub fn verify(&self, payload: &[u8]) -> Result<(), Defect> {
-        if (payload.len() as u64) < self.description.payload_bytes {
-            return Err(Defect::Truncated);
+        let mut check = self.check();
+        check.update(payload);
+        check.finish()
+    }
+
+    /// As [`Header::verify`], of a payload that comes in pieces.
+    pub fn check(&self) -> Check {
+        Check {
+            digest: digest_of(self.raw),
+            due: u64_at(self.raw, CHECKSUM_AT),
+            missing: i128::from(self.description.payload_bytes),
         }
-        if payload.len() as u64 > self.description.payload_bytes {
-            return Err(Defect::Length);
-        }
-        if checksum(self.raw, payload) == u64_at(self.raw, CHECKSUM_AT) {
-            Ok(())
-        } else {
-            Err(Defect::Checksum)
+    }
+}
+
+/// A payload that is held against its header piece by piece, first to last.
+#[derive(Debug)]
+pub struct Check {
+    digest: Digest,
+    due: u64,
+    missing: i128,
+}
+
+impl Check {
+    /// Takes in the next piece.
+    pub fn update(&mut self, piece: &[u8]) {
+        self.digest.update(piece);
+        self.missing -= piece.len() as i128;
+    }
+
+    /// Whether what came is what was written.
+    pub fn finish(self) -> Result<(), Defect> {
+        match self.missing {
+            1.. => Err(Defect::Truncated),
+            ..0 => Err(Defect::Length),
+            0 if self.digest.finalize() == self.due => Ok(()),
+            0 => Err(Defect::Checksum),
         }
     }
 }

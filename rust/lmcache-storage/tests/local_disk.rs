@@ -1,4 +1,9 @@
 //! What the tier on disk promises while nothing is wrong, and what it makes of files that are.
+#![allow(
+    clippy::unwrap_used,
+    clippy::print_stdout,
+    reason = "a test that cannot go on"
+)]
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;

@@ -1,5 +1,10 @@
 //! What the tier on disk promises when the system fails it: at each operation in turn, by an error, a short
 //! count, the end of the process, or the end of the machine.
+#![allow(
+    clippy::unwrap_used,
+    clippy::print_stdout,
+    reason = "a test that cannot go on"
+)]
 
 use std::collections::HashMap;
 use std::fs;
@@ -145,6 +150,67 @@ fn short_reads_and_writes_change_nothing() {
     disk.put(NAMESPACE, &big, chunks(&pool(), &big, 300_001));
     assert!(disk.flush(LONG));
     assert_eq!(come_back(&disk, &big, 300_001), [true]);
+}
+
+#[test]
+fn a_thousand_files_damaged_under_load_are_misses_and_never_wrong() {
+    let folder = scratch();
+    let disk = LocalDisk::open(options(folder.path()), pool()).unwrap();
+    let numbers = hashes(0..12);
+    let memory = pool();
+    disk.put(NAMESPACE, &numbers, chunks(&memory, &numbers, LEN));
+    assert!(disk.flush(LONG));
+    let mut random = Random(3);
+    let stop = std::sync::atomic::AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !stop.load(Ordering::Relaxed) {
+                come_back(&disk, &numbers, LEN);
+            }
+        });
+        let found = || disk.faults().counts().map(|(_, count)| count).sum::<u64>();
+        for round in 0..20_000 {
+            if found() >= 1000 {
+                break;
+            }
+            let number = numbers[random.below(12)];
+            let path = disk.path_of(NAMESPACE, number);
+            // The reader may have found the last damage and removed the file.
+            if let Ok(mut bytes) = fs::read(&path)
+                && bytes.len() > 1
+            {
+                let at = random.below(bytes.len());
+                let damaged = match round % 5 {
+                    0 => {
+                        bytes[at] ^= 1 << random.below(8);
+                        fs::write(&path, bytes)
+                    }
+                    1 => fs::write(&path, &bytes[..at]),
+                    2 => fs::remove_file(&path),
+                    3 => {
+                        let end = bytes.len();
+                        bytes.rotate_left(1 + random.below(end - 1));
+                        fs::write(&path, bytes)
+                    }
+                    _ => fs::copy(disk.path_of(NAMESPACE, numbers[random.below(12)]), &path)
+                        .map(|_| ()),
+                };
+                drop(damaged);
+            }
+            disk.put(NAMESPACE, &numbers, chunks(&memory, &numbers, LEN));
+        }
+        stop.store(true, Ordering::Relaxed);
+    });
+    assert!(disk.flush(LONG));
+    let faults: HashMap<_, _> = disk.faults().counts().collect();
+    assert!(faults.values().sum::<u64>() >= 1000, "{faults:?}");
+    println!("{faults:?}");
+    come_back(&disk, &numbers, LEN);
+    disk.put(NAMESPACE, &numbers, chunks(&memory, &numbers, LEN));
+    assert!(disk.flush(LONG));
+    assert_eq!(come_back(&disk, &numbers, LEN), [true; 12]);
+    assert_books_balance(&disk, folder.path());
+    assert_eq!(memory.audit().free_bytes, memory.audit().capacity_bytes);
 }
 
 // --- the process ends -----------------------------------------------------------------------------

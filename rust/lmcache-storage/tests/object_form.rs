@@ -212,3 +212,21 @@ fn what_no_header_holds_is_not_sealed() {
         None
     );
 }
+
+#[test]
+fn objects_of_every_version_that_is_read_are_read_and_written_alike() {
+    let folder = concat!(
+        env!("CARGO_MANIFEST_DIR"),
+        "/../../tests/vectors/object_form"
+    );
+    let mut seen = 0;
+    for entry in std::fs::read_dir(folder).expect("the golden files") {
+        let bytes = std::fs::read(entry.expect("an entry").path()).expect("a golden file");
+        let header = Header::parse(&bytes).expect("a whole header");
+        let key = header.description.key.clone();
+        let (description, payload) = read(&bytes, &key).expect("a whole object");
+        assert!(sealed(&description, payload) == bytes);
+        seen += 1;
+    }
+    assert_eq!(seen, 6);
+}

@@ -11,12 +11,12 @@ use super::faults::{Fault, Trouble};
 use super::files::{Open, OpenFile, read_fully, write_fully};
 use super::folder::Folder;
 use super::records::Name;
-use crate::object_form::{Defect, Description, Header, PAGE_BYTES};
+use crate::object_form::{Check, Defect, Description, Header, PAGE_BYTES};
 
 /// Objects up to this size are read with one call and copied from there.
 const SMALL_BYTES: u64 = 128 << 10;
-/// Pieces in which unaligned memory is copied out.
-const BOUNCE_BYTES: usize = 1 << 20;
+/// Pieces in which a payload is read, and copied where its memory is not aligned.
+const PIECE_BYTES: usize = 2 << 20;
 
 /// Memory at a page's boundary, as direct I/O needs it.
 pub(crate) struct Aligned {
@@ -106,13 +106,13 @@ fn write_object(file: &dyn OpenFile, header: &[u8], payload: &[u8]) -> io::Resul
     if is_aligned(pages) {
         write_fully(file, pages, at)?;
     } else {
-        let mut bounce = Aligned::new(BOUNCE_BYTES.min(pages.len()));
-        for (i, piece) in pages.chunks(BOUNCE_BYTES).enumerate() {
+        let mut bounce = Aligned::new(PIECE_BYTES.min(pages.len()));
+        for (i, piece) in pages.chunks(PIECE_BYTES).enumerate() {
             bounce.bytes_mut()[..piece.len()].copy_from_slice(piece);
             write_fully(
                 file,
                 &bounce.bytes()[..piece.len()],
-                at + (i * BOUNCE_BYTES) as u64,
+                at + (i * PIECE_BYTES) as u64,
             )?;
         }
     }
@@ -207,6 +207,7 @@ fn read_object(
         .allocate(&[payload_bytes])
         .and_then(|mut chunks| chunks.pop())
         .ok_or(ReadError::NoMemory(payload_bytes))?;
+    let mut check = header.check();
     if whole_file {
         let rest = first
             .bytes()
@@ -214,11 +215,13 @@ fn read_object(
             .ok_or(Defect::Truncated)?;
         let payload = rest.get(..payload_bytes).ok_or(Defect::Truncated)?;
         chunk.bytes_mut().copy_from_slice(payload);
+        // Over our copy.
+        check.update(chunk.bytes_mut());
         require_zeros(&rest[payload_bytes..])?;
     } else {
-        read_payload(&*file, chunk.bytes_mut(), header_bytes as u64)?;
+        read_payload(&*file, chunk.bytes_mut(), header_bytes as u64, &mut check)?;
     }
-    header.verify(chunk.bytes_mut())?;
+    check.finish()?;
     let mut description = header.description;
     if let Some(positions) = description.positions.take() {
         chunk.set_positions(positions);
@@ -226,22 +229,31 @@ fn read_object(
     Ok((chunk, description))
 }
 
-fn read_payload(file: &dyn OpenFile, into: &mut [u8], at: u64) -> Result<(), ReadError> {
+/// Reads piece by piece, so that one is summed up while it is near, and others are read meanwhile.
+fn read_payload(
+    file: &dyn OpenFile,
+    into: &mut [u8],
+    at: u64,
+    check: &mut Check,
+) -> Result<(), ReadError> {
     let whole = into.len() - into.len() % PAGE_BYTES;
     let (pages, tail) = into.split_at_mut(whole);
-    if is_aligned(pages) {
-        if read_fully(file, pages, at)? < pages.len() {
+    let mut bounce = (!is_aligned(pages)).then(|| Aligned::new(PIECE_BYTES.min(pages.len())));
+    for (i, piece) in pages.chunks_mut(PIECE_BYTES).enumerate() {
+        let at = at + (i * PIECE_BYTES) as u64;
+        let count = match &mut bounce {
+            None => read_fully(file, piece, at)?,
+            Some(bounce) => {
+                let bounce = &mut bounce.bytes_mut()[..piece.len()];
+                let count = read_fully(file, bounce, at)?;
+                piece.copy_from_slice(bounce);
+                count
+            }
+        };
+        if count < piece.len() {
             return Err(Defect::Truncated.into());
         }
-    } else {
-        let mut bounce = Aligned::new(BOUNCE_BYTES.min(pages.len()));
-        for (i, piece) in pages.chunks_mut(BOUNCE_BYTES).enumerate() {
-            let bounce = &mut bounce.bytes_mut()[..piece.len()];
-            if read_fully(file, bounce, at + (i * BOUNCE_BYTES) as u64)? < piece.len() {
-                return Err(Defect::Truncated.into());
-            }
-            piece.copy_from_slice(bounce);
-        }
+        check.update(piece);
     }
     if !tail.is_empty() {
         let mut last = Aligned::new(PAGE_BYTES);
@@ -249,6 +261,7 @@ fn read_payload(file: &dyn OpenFile, into: &mut [u8], at: u64) -> Result<(), Rea
             return Err(Defect::Truncated.into());
         }
         tail.copy_from_slice(&last.bytes()[..tail.len()]);
+        check.update(tail);
         require_zeros(&last.bytes()[tail.len()..])?;
     }
     Ok(())

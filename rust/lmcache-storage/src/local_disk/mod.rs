@@ -12,8 +12,11 @@ mod chunk_io;
 pub mod faults;
 pub mod files;
 mod folder;
+mod held;
 mod index;
+mod put;
 mod queue;
+mod reading;
 pub mod records;
 mod walk;
 
@@ -33,8 +36,10 @@ use parking_lot::{Condvar, Mutex};
 use self::faults::{Fault, Faults, Trouble};
 use self::files::{Files, Open, SystemFiles, read_fully};
 use self::folder::{Folder, HASTE};
+use self::put::{Batch, Put};
 use self::queue::Queue;
-use self::records::{Event, Name, Record, namespace_digest};
+use self::reading::{Answer, Reading};
+use self::records::{Name, namespace_digest};
 use crate::backend::Backend;
 use crate::object_form::{Description, Form, Header, PAGE_BYTES, key_text};
 
@@ -133,36 +138,6 @@ fn add(count: &AtomicU64, by: u64) {
     count.fetch_add(by, Ordering::Relaxed);
 }
 
-/// Chunks put together; when the last of them is done, all are refreshed as the chain they are.
-struct Batch {
-    shared: Arc<Shared>,
-    namespace: [u8; 16],
-    hashes: Box<[ChunkHash]>,
-    number: u32,
-}
-
-impl Drop for Batch {
-    fn drop(&mut self) {
-        self.shared.touch(self.namespace, &self.hashes);
-    }
-}
-
-/// A put in hand. Dropping it, done or not, ends it.
-struct Put {
-    batch: Arc<Batch>,
-    name: Name,
-    namespace: Arc<str>,
-    position: u16,
-    chunk: Chunk,
-    withdrawn: Arc<AtomicBool>,
-}
-
-impl Drop for Put {
-    fn drop(&mut self) {
-        self.batch.shared.pending.lock().remove(&self.name);
-    }
-}
-
 impl LocalDisk {
     /// Opens the folders; chunks are read into `pool`.
     pub fn open(options: Options, pool: LocalCpu) -> Result<Self, Trouble> {
@@ -197,7 +172,7 @@ impl LocalDisk {
             faults,
             queue,
             pending: Mutex::new(HashMap::new()),
-            batches: AtomicU32::new(folder::new_number() as u32),
+            batches: AtomicU32::new(held::new_number() as u32),
             counts: Counts::default(),
         })))
     }
@@ -259,20 +234,9 @@ impl LocalDisk {
 
     /// How many chunks of the chain are stored, counted from its first to the first gap.
     pub fn contains_prefix(&self, namespace: &str, hashes: &[ChunkHash]) -> usize {
-        let shared = &self.0;
-        let digest = namespace_digest(namespace);
-        let mut found = 0;
-        let mut looked = false;
-        while found < hashes.len() {
-            let more = shared.known_prefix(digest, &hashes[found..]);
-            found += more;
-            if found == hashes.len() || (more == 0 && looked) {
-                break;
-            }
-            shared.folder(hashes[found]).look_for_news();
-            looked = true;
-        }
-        found
+        // What others have put and cleared counts from now on; a page is read for it.
+        self.0.folders.iter().for_each(Folder::look_for_news);
+        self.0.known_prefix(namespace_digest(namespace), hashes)
     }
 
     /// Reads chunks, from the first to the first gap, and waits for them until `within` has passed. Those that
@@ -493,12 +457,17 @@ impl Shared {
             }
             Err(trouble) => {
                 self.faults.note("get", &trouble);
-                if trouble.fault != Fault::NoMemory {
+                match trouble.fault {
+                    Fault::NoMemory => {}
                     // It is found no more, whether or not it can be removed.
-                    if let Err(trouble) = folder.remove(name, HASTE) {
-                        self.faults.note("remove", &trouble);
-                        folder.index.lock().mark_bad(&name);
+                    Fault::Defect(_) | Fault::Gone => {
+                        if let Err(trouble) = folder.remove(name, HASTE) {
+                            self.faults.note("remove", &trouble);
+                            folder.index.lock().mark_bad(&name);
+                        }
                     }
+                    // The file may be right, and the fault ours: too many open files, say.
+                    _ => folder.index.lock().mark_bad(&name),
                 }
                 None
             }
@@ -529,127 +498,6 @@ fn namespace_of(folder: &Folder, name: &Name) -> Option<String> {
     let header = Header::parse(&bytes).ok()?;
     let namespace = header.description.key.rsplit_once("@hash=")?.0;
     (namespace_digest(namespace) == name.namespace).then(|| namespace.to_owned())
-}
-
-impl Put {
-    fn run(self) {
-        let shared = Arc::clone(&self.batch.shared);
-        let bytes = self.chunk.object.len() as u64;
-        match self.store() {
-            Ok(true) => {
-                add(&shared.counts.put_chunks, 1);
-                add(&shared.counts.put_bytes, bytes);
-            }
-            Ok(false) => add(&shared.counts.refreshed_chunks, 1),
-            Err(trouble) => {
-                shared.faults.note("put", &trouble);
-                add(&shared.counts.dropped_chunks, 1);
-            }
-        }
-    }
-
-    fn store(&self) -> Result<bool, Trouble> {
-        let withdrawn = || Trouble::new(Fault::Withdrawn, "removed while it waited");
-        if self.withdrawn.load(Ordering::Relaxed) {
-            return Err(withdrawn());
-        }
-        let shared = &self.batch.shared;
-        let folder = shared.folder(self.name.hash);
-        let object = &self.chunk.object;
-        let description = Description {
-            key: key_text(&self.namespace, self.name.hash),
-            payload_bytes: object.len() as u64,
-            num_tokens: match object.positions() {
-                Some(positions) => positions.len() as u32,
-                None => self.chunk.num_tokens,
-            },
-            form: self.chunk.form.clone(),
-            positions: object.positions().map(Into::into),
-        };
-        let header = description.seal(object.bytes()).ok_or_else(|| {
-            Trouble::new(
-                Fault::Full,
-                "its description is larger than a header may be",
-            )
-        })?;
-        let record = Record {
-            event: Event::Put,
-            name: self.name,
-            bytes: chunk_io::file_bytes(header.len(), object.len()),
-            batch: self.batch.number,
-            position: self.position,
-        };
-        let reserved = folder.reserve(record.bytes, record.batch)?;
-        let temp = folder.temp_path();
-        let outcome = chunk_io::write(folder, &temp, &header, object.bytes(), shared.options.sync)
-            .and_then(|()| folder.publish(&temp, record, reserved, &self.withdrawn));
-        if !matches!(outcome, Ok(true)) {
-            let _ = folder.files.remove(&temp);
-        }
-        outcome
-    }
-}
-
-/// A read of many chunks, answered as far as it goes by its deadline.
-struct Reading {
-    arrivals: Mutex<Vec<Option<Arrival>>>,
-    /// The first chunk that does not come.
-    gap: AtomicUsize,
-    done: Condvar,
-}
-
-/// The answer for one of its chunks: given as this is dropped, come what may.
-struct Answer {
-    reading: Arc<Reading>,
-    at: usize,
-    arrival: Option<Arrival>,
-}
-
-impl Drop for Answer {
-    fn drop(&mut self) {
-        self.reading.settle(self.at, self.arrival.take());
-    }
-}
-
-impl Reading {
-    fn settle(&self, at: usize, arrival: Option<Arrival>) {
-        let mut arrivals = self.arrivals.lock();
-        match arrival {
-            // At the deadline the places were taken away.
-            Some(arrival) => {
-                if let Some(place) = arrivals.get_mut(at) {
-                    *place = Some(arrival);
-                }
-            }
-            None => {
-                self.gap.fetch_min(at, Ordering::Relaxed);
-            }
-        }
-        drop(arrivals);
-        self.done.notify_all();
-    }
-
-    fn wait(&self, due: Option<Instant>) -> Vec<Arrival> {
-        let mut arrivals = self.arrivals.lock();
-        loop {
-            let gap = self.gap.load(Ordering::Relaxed);
-            let is_done = arrivals[..gap].iter().all(Option::is_some);
-            let late = match due {
-                _ if is_done => true,
-                Some(due) => self.done.wait_until(&mut arrivals, due).timed_out(),
-                None => {
-                    self.done.wait(&mut arrivals);
-                    false
-                }
-            };
-            if late {
-                let gap = self.gap.load(Ordering::Relaxed);
-                let mut came = std::mem::take(&mut *arrivals);
-                came.truncate(gap);
-                return came.into_iter().map_while(|arrival| arrival).collect();
-            }
-        }
-    }
 }
 
 impl Backend for LocalDisk {

@@ -3,7 +3,8 @@
 use std::time::SystemTime;
 
 use super::faults::Trouble;
-use super::folder::{Folder, NUM_SHARDS, shard_of};
+use super::folder::{Folder, NUM_SHARDS};
+use super::held::shard_of;
 use super::records::{Event, Name, Record, charge};
 use crate::object_form::{Defect, PAGE_BYTES};
 

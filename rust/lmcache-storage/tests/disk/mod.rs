@@ -1,6 +1,6 @@
 //! What the tests of the disk tier share: chunks whose bytes follow from their name, and a look at a folder
 //! that asks nothing of the code under test.
-#![allow(dead_code)]
+#![allow(dead_code, reason = "each test takes what it needs")]
 
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -1,0 +1,186 @@
+"""The tier on local disks, against sequential direct I/O of the same sizes and depth."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from bench import Bench
+from measure import Result, ratios, spread
+
+DEPTH = 8
+ROUND_BYTES = 256 << 20
+NAMESPACE = "model=bench@world=1@worker=0@dtype=bfloat16"
+
+
+def run(bench: Bench) -> list[Result]:
+    from lmcache_rs import _native
+
+    rows = [checksum(bench, _native)]
+    folder = Path(tempfile.mkdtemp(prefix="disk-bench-", dir=Path.cwd()))
+    try:
+        for chunk_bytes in (1 << 20, 8 << 20, 32 << 20):
+            rows += put_and_get(bench, _native, folder / str(chunk_bytes), chunk_bytes)
+        rows.append(restart(bench, _native, folder / "many"))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return rows
+
+
+def checksum(bench: Bench, native: object) -> Result:
+    data = os.urandom(1 << 20) * 64
+    speeds = []
+    for _ in range(bench.pairs(15)):
+        began = time.perf_counter()
+        native.checksum(data)  # type: ignore[attr-defined]
+        speeds.append(len(data) / (time.perf_counter() - began) / 1e9)
+    found = spread(speeds)
+    return Result(
+        "checksum of 64 MiB, one core",
+        "≥ 10 GB/s",
+        f"{found} GB/s",
+        found.median >= 10,
+        len(speeds),
+        found.as_dict(),
+    )
+
+
+def put_and_get(bench: Bench, native: object, folder: Path, chunk_bytes: int) -> list[Result]:
+    count = ROUND_BYTES // chunk_bytes
+    pool = native.LocalCpu(2 * ROUND_BYTES, 1000)  # type: ignore[attr-defined]
+    disk = native.LocalDisk(  # type: ignore[attr-defined]
+        [folder], 4 * ROUND_BYTES, pool, threads=DEPTH, max_queued_bytes=2 * ROUND_BYTES
+    )
+    # As many of ours write at a time.
+    write_depth = DEPTH // 2
+    raw = Raw(folder / "raw", chunk_bytes, count)
+    allocated = pool.allocate([chunk_bytes] * count)
+    for memory_obj in allocated:
+        memoryview(memory_obj)[:] = raw.memory[:chunk_bytes]
+        memory_obj.seal()
+    times: dict[str, list[float]] = {"put": [], "write": [], "get": [], "read": []}
+    pairs = bench.pairs(11)
+    for turn in range(pairs):
+        hashes = [os.urandom(32) for _ in range(count)]
+        chunks = [(memory_obj, None, 0) for memory_obj in allocated]
+
+        def put(hashes: Sequence[bytes] = hashes, chunks: object = chunks) -> None:
+            assert disk.put(NAMESPACE, b"".join(hashes), chunks) == count
+            assert disk.flush(120.0)
+
+        def get(hashes: Sequence[bytes] = hashes) -> None:
+            assert len(disk.get(NAMESPACE, b"".join(hashes), 120.0)) == count
+
+        arms = [("put", put), ("write", lambda: raw.write(write_depth))]
+        arms_back = [("get", get), ("read", lambda: raw.read(DEPTH))]
+        for pair in (arms, arms_back):
+            for name, arm in pair if turn % 2 else reversed(pair):
+                times[name].append(timed(arm))
+        for chunk_hash in hashes:
+            disk.remove(NAMESPACE, chunk_hash)
+    direct = disk.stats()["direct"]
+    raw.close()
+    disk.close(10.0)
+    rows = []
+    for ours, limit, verb in (("put", "write", "written"), ("get", "read", "read")):
+        found = ratios(times[limit], times[ours])
+        speed = spread([count * chunk_bytes / each / 1e9 for each in times[ours]])
+        rows.append(
+            Result(
+                f"disk {ours}, {count} chunks of {chunk_bytes >> 20} MiB, checksum included",
+                f"≥ 0.85 × as many bytes {verb} end to end in one file, direct, equal threads",
+                f"{found} ×, {speed.median:.2f} GB/s" + ("" if direct else " (no direct I/O here)"),
+                found.median >= 0.85,
+                pairs,
+                {**found.as_dict(), "gb_per_s": speed.median},
+            )
+        )
+    return rows
+
+
+class Raw:
+    """Direct I/O of one file, from its beginning to its end."""
+
+    def __init__(self, path: Path, piece: int, count: int) -> None:
+        self.memory = mmap.mmap(-1, piece * count)
+        self.memory.write(os.urandom(1 << 20) * (piece * count >> 20))
+        self._views = [memoryview(self.memory)[piece * i : piece * (i + 1)] for i in range(count)]
+        self._piece = piece
+        self._path = path
+        self._threads = ThreadPoolExecutor(DEPTH)
+
+    def write(self, depth: int) -> None:
+        self._path.unlink(missing_ok=True)
+        self._at_depth(os.O_CREAT | os.O_WRONLY, depth, os.pwrite)
+
+    def read(self, depth: int) -> None:
+        self._at_depth(os.O_RDONLY, depth, lambda fd, view, at: os.preadv(fd, [view], at))
+
+    def _at_depth(
+        self, flags: int, depth: int, move: Callable[[int, memoryview, int], int]
+    ) -> None:
+        fd = os.open(self._path, flags | os.O_DIRECT, 0o600)
+
+        def lane(first: int) -> None:
+            for at in range(first, len(self._views), depth):
+                assert move(fd, self._views[at], at * self._piece) == self._piece
+
+        list(self._threads.map(lane, range(depth)))
+        os.close(fd)
+
+    def close(self) -> None:
+        self._threads.shutdown()
+
+
+def restart(bench: Bench, native: object, folder: Path) -> Result:
+    count = 20_000 if bench.quick else 1_000_000
+    pool = native.LocalCpu(1 << 20, 1000)  # type: ignore[attr-defined]
+
+    def opened() -> object:
+        return native.LocalDisk([folder], 1 << 40, pool, threads=2)  # type: ignore[attr-defined]
+
+    opened().close(10.0)  # type: ignore[attr-defined]
+    root = folder / "lmcache_rs.v1"
+    bench.say(f"{count:,} files are made")
+    for number in range(count):
+        chunk_hash = (number * 0x9E3779B97F4A7C15 % (1 << 64)).to_bytes(8, "little") * 4
+        path = root / f"{chunk_hash[0] % 64:02x}" / f"{chunk_hash.hex()}.{'00' * 16}"
+        fd = os.open(path, os.O_CREAT | os.O_WRONLY, 0o600)
+        os.ftruncate(fd, 4096)
+        os.close(fd)
+    (root / "account").write_bytes(b"")
+    disk = None
+
+    def open_it() -> None:
+        nonlocal disk
+        disk = opened()
+
+    walked = timed(open_it)
+    times = []
+    for _ in range(bench.pairs(5)):
+        assert disk is not None
+        assert disk.stats()["chunks"] == count  # type: ignore[unreachable]
+        disk.close(10.0)
+        times.append(timed(open_it))
+    disk.close(10.0)  # type: ignore[attr-defined]
+    found = spread(times)
+    return Result(
+        f"restart to warm, {count:,} chunks",
+        "< 2 s",
+        f"{found} s; {walked:.1f} s where the folder is walked, as after a start of the machine",
+        found.median < 2,
+        len(times),
+        {**found.as_dict(), "walk_s": walked},
+    )
+
+
+def timed(work: Callable[[], None]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began

@@ -1,0 +1,193 @@
+"""`lmcache-rs store`: looks into folders of the local disk tier, while others use them."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import importlib
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+
+EXIT_OK = 0
+EXIT_FOUND = 1
+EXIT_USAGE = 2
+ROOT = "lmcache_rs.v1"
+_HEAD_BYTES = 1 << 16
+"""Headers are longer only where positions are kept."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A chunk's file.
+
+    Args:
+        path: Where it is.
+        file_bytes: Its size.
+        modified: When it was written, in seconds since 1970.
+        key: The chunk's key; None if its header does not read right.
+        payload_bytes: Bytes of the chunk.
+        num_tokens: Tokens of the chunk; 0 if nobody said.
+        defect: What is wrong with it, in one word.
+    """
+
+    path: Path
+    file_bytes: int
+    modified: float
+    key: str | None
+    payload_bytes: int
+    num_tokens: int
+    defect: str | None
+
+
+def add_store(commands: Commands) -> None:
+    """Adds the command to a parser."""
+    store = commands.add_parser(
+        "store",
+        help="chunks on local disks",
+        description="Looks into a folder of local_disk. Exit codes: 0 done, 1 something is damaged "
+        "or could not be removed, 2 wrong usage.",
+    )
+    actions = store.add_subparsers(metavar="ACTION", required=True)
+    for name, run, words in (
+        ("ls", _ls, "print each chunk: bytes, tokens, age, key"),
+        ("verify", _verify, "read each chunk and hold it against its checksum; changes nothing"),
+        ("stat", _stat, "print how much is stored, by model"),
+        ("rm", _rm, "remove chunks"),
+    ):
+        action = actions.add_parser(name, help=words, description=words.capitalize() + ".")
+        action.add_argument("path", metavar="PATH", type=Path, help="a folder of local_disk")
+        if name == "rm":
+            which = action.add_mutually_exclusive_group(required=True)
+            which.add_argument("--all", action="store_true", help="every chunk")
+            which.add_argument(
+                "--prefix",
+                metavar="TEXT",
+                help="chunks whose key begins so, up to the end of a field: model=m@world=1",
+            )
+            which.add_argument("--damaged", action="store_true", help="what verify finds")
+        action.set_defaults(run=run)
+
+
+def stored(path: Path, *, whole: bool) -> Iterator[Stored]:
+    """The chunks of a folder. One that another process removes meanwhile is left out.
+
+    Args:
+        path: The folder that `local_disk` names.
+        whole: Read payloads too, and see whether they are what was put.
+    """
+    native = importlib.import_module("lmcache_rs._native")
+    for shard in sorted((path / ROOT).glob("[0-9a-f][0-9a-f]")):
+        for file in sorted(shard.iterdir()):
+            try:
+                with file.open("rb") as opened:
+                    data = opened.read(-1 if whole else _HEAD_BYTES)
+                about = file.stat()
+            except FileNotFoundError:
+                continue
+            key, payload_bytes, num_tokens, defect = native.inspect_object(data)
+            if key is not None and not whole:
+                defect = None
+            elif key is not None and not file.name.startswith(key.rpartition("@hash=")[2] + "."):
+                defect = "foreign"
+            yield Stored(
+                file,
+                about.st_size,
+                about.st_mtime,
+                key,
+                payload_bytes or 0,
+                num_tokens or 0,
+                defect,
+            )
+
+
+def _require_folder(path: Path) -> bool:
+    if (path / ROOT).is_dir():
+        return True
+    print(f"lmcache-rs: {path} holds no {ROOT}; name a folder of local_disk", file=sys.stderr)
+    return False
+
+
+def _ls(parsed: argparse.Namespace) -> int:
+    if not _require_folder(parsed.path):
+        return EXIT_USAGE
+    now = time.time()
+    for each in stored(parsed.path, whole=False):
+        age = max(0, int(now - each.modified))
+        what = each.key or f"({each.defect}: {each.path.name})"
+        print(f"{each.payload_bytes:>12} bytes {each.num_tokens:>6} tokens {age:>8} s  {what}")
+    return EXIT_OK
+
+
+def _verify(parsed: argparse.Namespace) -> int:
+    if not _require_folder(parsed.path):
+        return EXIT_USAGE
+    count, nbytes, damaged = 0, 0, 0
+    for each in stored(parsed.path, whole=True):
+        count += 1
+        nbytes += each.file_bytes
+        if each.defect is not None:
+            damaged += 1
+            print(f"{each.defect}: {each.path}")
+    print(f"{count} chunks, {nbytes} bytes, {damaged} damaged")
+    return EXIT_FOUND if damaged else EXIT_OK
+
+
+def _stat(parsed: argparse.Namespace) -> int:
+    if not _require_folder(parsed.path):
+        return EXIT_USAGE
+    chunks: collections.Counter[str] = collections.Counter()
+    nbytes: collections.Counter[str] = collections.Counter()
+    tokens: collections.Counter[str] = collections.Counter()
+    for each in stored(parsed.path, whole=False):
+        model = (each.key or "(unreadable)").split("@")[0]
+        chunks[model] += 1
+        nbytes[model] += each.file_bytes
+        tokens[model] += each.num_tokens
+    for model in sorted(chunks):
+        print(f"{model}: {chunks[model]} chunks, {nbytes[model]} bytes, {tokens[model]} tokens")
+    print(f"total: {chunks.total()} chunks, {nbytes.total()} bytes, {tokens.total()} tokens")
+    return EXIT_OK
+
+
+def _rm(parsed: argparse.Namespace) -> int:
+    if not _require_folder(parsed.path):
+        return EXIT_USAGE
+    native: Any = importlib.import_module("lmcache_rs._native")
+    # As one more process that uses the folder: accounts stay right, and others see it.
+    disk = native.LocalDisk([parsed.path], 1 << 62, native.LocalCpu(1 << 20, 1000), threads=2)
+    try:
+        if parsed.damaged:
+            removed = 0
+            left = 0
+            for each in stored(parsed.path, whole=True):
+                if each.defect is not None:
+                    removed += 1
+                    left += not _remove_file(each.path)
+            # What is gone is found to be gone by whoever looks for it, and by a walk at once.
+            disk.clear("model=(none)")
+            print(f"{removed - left} removed, {left} left")
+            return EXIT_FOUND if left else EXIT_OK
+        removed = disk.clear(None if parsed.all else parsed.prefix)
+        faults = {name: n for name, n in disk.stats().items() if name.startswith("faults_")}
+        print(f"{removed} removed")
+        for name, count in faults.items():
+            print(f"lmcache-rs: {name}: {count}", file=sys.stderr)
+        return EXIT_FOUND if faults else EXIT_OK
+    finally:
+        disk.close(10.0)
+
+
+def _remove_file(path: Path) -> bool:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        print(f"lmcache-rs: cannot remove {path}: {error}", file=sys.stderr)
+        return False
+    return True

@@ -1,0 +1,230 @@
+//! The tier on local disks, as Python sees it.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use lmcache_core::hot_cache::Policy;
+use lmcache_storage::local_disk::{self, Arrival, Chunk, Options};
+use lmcache_storage::object_form::{self, Form, Format, crc64};
+use pyo3::prelude::*;
+
+use crate::errors::NativeError;
+use crate::gate::{Owned, enter};
+use crate::memory::{LocalCpu, MemoryObj, unknown_policy};
+use crate::token::{chunk_hash, packed_hashes};
+
+/// Format, layers, hidden, dtype, tokens of a block.
+type FormParts = (String, u32, u64, String, u32);
+
+/// Key, payload bytes, tokens, defect.
+type Inspected = (Option<String>, Option<u64>, Option<u32>, Option<String>);
+
+/// Chunks in folders on local disks.
+#[pyclass(frozen, module = "lmcache_rs._native")]
+pub(crate) struct LocalDisk(Owned<local_disk::LocalDisk>);
+
+fn form_of(parts: FormParts) -> Result<Form, NativeError> {
+    let (format, num_layers, hidden, dtype, block_tokens) = parts;
+    let unknown =
+        || NativeError::Argument(format!("format {format:?} is none of the stored forms"));
+    Ok(Form {
+        format: Format::from_name(&format).ok_or_else(unknown)?,
+        num_layers,
+        hidden,
+        block_tokens,
+        dtype,
+    })
+}
+
+fn parts_of(form: Form) -> FormParts {
+    let name = form.format.name().to_owned();
+    (
+        name,
+        form.num_layers,
+        form.hidden,
+        form.dtype,
+        form.block_tokens,
+    )
+}
+
+fn seconds(within_s: f64) -> Duration {
+    Duration::try_from_secs_f64(within_s.max(0.0)).unwrap_or(Duration::MAX)
+}
+
+#[pymethods]
+impl LocalDisk {
+    /// Opens the folders `paths`, which together take at most `limit_bytes`; chunks are read into `pool`.
+    #[new]
+    #[pyo3(signature = (
+        paths, limit_bytes, pool, policy = "LRU", *, threads = 8, max_queued_bytes = 1 << 30, direct = true,
+        sync = false, delete_on_close = false
+    ))]
+    #[expect(clippy::too_many_arguments, reason = "settings by name")]
+    fn new(
+        py: Python<'_>,
+        paths: Vec<PathBuf>,
+        limit_bytes: u64,
+        pool: &LocalCpu,
+        policy: &str,
+        threads: usize,
+        max_queued_bytes: u64,
+        direct: bool,
+        sync: bool,
+        delete_on_close: bool,
+    ) -> PyResult<Self> {
+        let options = Options {
+            paths,
+            limit_bytes,
+            policy: Policy::from_name(policy).ok_or_else(|| unknown_policy(policy))?,
+            threads,
+            max_queued_bytes,
+            direct,
+            sync,
+            delete_on_close,
+        };
+        let pool = pool.store()?.clone();
+        let disk = enter(py, || {
+            local_disk::LocalDisk::open(options, pool)
+                .map_err(|trouble| NativeError::Disk(trouble.to_string()))
+        })?;
+        Ok(Self(Owned::new(disk)))
+    }
+
+    /// Takes sealed chunks in, as far as the queue has room; how many are new. Of each: its memory, its form and
+    /// its tokens, if they are known.
+    fn put(
+        &self,
+        py: Python<'_>,
+        namespace: &str,
+        hashes: &[u8],
+        chunks: Vec<(PyRef<'_, MemoryObj>, Option<FormParts>, u32)>,
+    ) -> PyResult<usize> {
+        let disk = self.0.get()?;
+        let hashes = packed_hashes(hashes)?;
+        let mut given = Vec::with_capacity(chunks.len());
+        for (memory_obj, form, num_tokens) in chunks {
+            given.push(Chunk {
+                object: memory_obj.sealed_object()?,
+                form: form.map(form_of).transpose()?,
+                num_tokens,
+            });
+        }
+        enter(py, || {
+            Ok::<_, NativeError>(disk.put(namespace, &hashes, given))
+        })
+    }
+
+    /// How many chunks of the chain are stored, up to the first gap.
+    fn longest_prefix(&self, py: Python<'_>, namespace: &str, hashes: &[u8]) -> PyResult<usize> {
+        let disk = self.0.get()?;
+        enter(py, || {
+            packed_hashes(hashes).map(|hashes| disk.contains_prefix(namespace, &hashes))
+        })
+    }
+
+    /// Reads chunks up to the first gap; what came within `within_s` seconds. Of each: writable memory, its form
+    /// and its tokens.
+    fn get(
+        &self,
+        py: Python<'_>,
+        namespace: &str,
+        hashes: &[u8],
+        within_s: f64,
+    ) -> PyResult<Vec<(MemoryObj, Option<FormParts>, u32)>> {
+        let disk = self.0.get()?;
+        let arrivals = enter(py, || {
+            packed_hashes(hashes).map(|hashes| disk.get(namespace, &hashes, seconds(within_s)))
+        })?;
+        let arrived = |Arrival { chunk, description }| {
+            let form = description.form.map(parts_of);
+            (MemoryObj::writable(chunk), form, description.num_tokens)
+        };
+        Ok(arrivals.into_iter().map(arrived).collect())
+    }
+
+    /// Forgets a chunk; whether it was there.
+    fn remove(&self, py: Python<'_>, namespace: &str, hash: &[u8]) -> PyResult<bool> {
+        let disk = self.0.get()?;
+        let hash = chunk_hash(hash, "hash")?;
+        enter(py, || Ok::<_, NativeError>(disk.remove(namespace, hash)))
+    }
+
+    /// Removes every chunk, or those whose namespace begins with `prefix`; how many.
+    #[pyo3(signature = (prefix = None))]
+    fn clear(&self, py: Python<'_>, prefix: Option<&str>) -> PyResult<usize> {
+        let disk = self.0.get()?;
+        enter(py, || Ok::<_, NativeError>(disk.clear(prefix)))
+    }
+
+    /// Removes every chunk whose namespace does not begin with `prefix`; how many.
+    fn retain(&self, py: Python<'_>, prefix: &str) -> PyResult<usize> {
+        let disk = self.0.get()?;
+        enter(py, || Ok::<_, NativeError>(disk.retain(prefix)))
+    }
+
+    /// Waits until every put taken in before is done; false if the time ran out.
+    fn flush(&self, py: Python<'_>, within_s: f64) -> PyResult<bool> {
+        let disk = self.0.get()?;
+        enter(py, || Ok::<_, NativeError>(disk.flush(seconds(within_s))))
+    }
+
+    /// Ends the tier, pending puts done first; false if the time ran out. Idempotent.
+    fn close(&self, py: Python<'_>, within_s: f64) -> PyResult<bool> {
+        let disk = self.0.get()?;
+        enter(py, || Ok::<_, NativeError>(disk.close(seconds(within_s))))
+    }
+
+    /// Where a chunk's file is, or would be.
+    fn path_of(&self, namespace: &str, hash: &[u8]) -> PyResult<PathBuf> {
+        let disk = self.0.get()?;
+        Ok(disk.path_of(namespace, chunk_hash(hash, "hash")?))
+    }
+
+    /// Counters by name.
+    fn stats(&self, py: Python<'_>) -> PyResult<BTreeMap<String, u64>> {
+        let disk = self.0.get()?;
+        enter(py, || Ok::<_, NativeError>(disk.stats()))
+    }
+}
+
+/// What an object of a tier says of itself, given all its bytes: `(key, payload bytes, tokens, defect)`. The
+/// defect is `None` for one that is whole; the key and numbers are `None` where they cannot be read.
+#[pyfunction]
+#[pyo3(signature = (object))]
+pub(crate) fn inspect_object(py: Python<'_>, object: &[u8]) -> PyResult<Inspected> {
+    enter(py, || {
+        Ok::<_, NativeError>(match object_form::Header::parse(object) {
+            Err(defect) => (None, None, None, Some(defect.name().to_owned())),
+            Ok(header) => {
+                let begin = header.len();
+                // A file's last page is filled up with zeros.
+                let end = usize::try_from(header.description.payload_bytes)
+                    .ok()
+                    .and_then(|bytes| begin.checked_add(bytes))
+                    .map_or(object.len(), |end| end.min(object.len()));
+                let (payload, padding) = object[begin..].split_at(end - begin);
+                let defect = if padding.len() >= object_form::PAGE_BYTES {
+                    Some(object_form::Defect::Length)
+                } else if padding.iter().any(|byte| *byte != 0) {
+                    Some(object_form::Defect::Checksum)
+                } else {
+                    header.verify(payload).err()
+                };
+                let description = header.description;
+                (
+                    Some(description.key),
+                    Some(description.payload_bytes),
+                    Some(description.num_tokens),
+                    defect.map(|defect| defect.name().to_owned()),
+                )
+            }
+        })
+    })
+}
+
+/// The CRC-64/NVME of any bytes.
+#[pyfunction]
+pub(crate) fn checksum(py: Python<'_>, data: &[u8]) -> PyResult<u64> {
+    enter(py, || Ok::<_, NativeError>(crc64(data)))
+}
