@@ -1,5 +1,7 @@
 //! The extension module `lmcache_rs._native`: a list of exports. It marshals and decides nothing.
 
+mod device;
+mod device_layers;
 mod errors;
 mod gate;
 mod key;
@@ -14,6 +16,12 @@ mod transfer;
 /// The native half of lmcache_rs.
 #[pyo3::pymodule]
 mod _native {
+    #[pymodule_export]
+    use crate::device::{CudaCache, CudaDevice, CudaLayerwiseStep};
+    #[pymodule_export]
+    use crate::device_layers::{CudaLayerBuffer, CudaLayerCopy, CudaRopeShift};
+    #[pymodule_export]
+    use crate::errors::CudaError;
     #[pymodule_export]
     use crate::key::{encode_key, namespace_begins_with, parse_key};
     #[pymodule_export]

@@ -4,12 +4,14 @@ use std::collections::HashSet;
 use std::ffi::{c_int, c_void};
 use std::ptr;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::thread;
 use std::time::Duration;
 
 use lmcache_core::hot_cache::Policy;
 use lmcache_memory::error::MemoryError;
 use lmcache_memory::local_cpu;
+use lmcache_memory::mapped::Mapped;
 use lmcache_memory::object::{self, ChunkMut};
 use pyo3::exceptions::PyBufferError;
 use pyo3::ffi;
@@ -224,6 +226,8 @@ struct Memory {
     /// References that the handles took besides their own: clones of sealed memory, and mere places for them
     /// as long as it is writable, when it has one owner.
     extra: Vec<Option<object::MemoryObj>>,
+    /// The loan that copies on a GPU share, while there is one.
+    on_device: Option<Weak<Loan>>,
 }
 
 struct Shared {
@@ -261,6 +265,8 @@ impl Shared {
 pub(crate) struct Loan {
     home: Arc<Shared>,
     chunk: Option<ChunkMut>,
+    /// Of its first byte.
+    address: usize,
 }
 
 impl Loan {
@@ -273,9 +279,27 @@ impl Loan {
 impl Drop for Loan {
     fn drop(&mut self) {
         if let Some(chunk) = self.chunk.take() {
-            self.home.lock().state = State::Writable(chunk);
+            let mut memory = self.home.lock();
+            memory.state = State::Writable(chunk);
+            memory.on_device = None;
         }
     }
+}
+
+/// Where a pool's bytes are, and what keeps them there: for copies that go on when the call has returned.
+pub(crate) struct Lasting {
+    pub(crate) address: usize,
+    pub(crate) len: usize,
+    pub(crate) pool: Mapped,
+    pub(crate) keep: Keep,
+}
+
+/// Holds memory for copies under way.
+#[derive(Clone)]
+#[expect(dead_code, reason = "held, not read")]
+pub(crate) enum Keep {
+    Loan(Arc<Loan>),
+    Sealed(object::MemoryObj),
 }
 
 /// What a copy reads from.
@@ -293,7 +317,7 @@ impl Source {
     }
 }
 
-const LENT: &str =
+pub(crate) const LENT: &str =
     "memory is in use by a copy, or named twice in this call; use each object once at a time";
 const TWICE: &str = "memory is named twice in this call; allocate one object a key";
 const SPENT: &str = "memory was put or released before; allocate anew";
@@ -319,7 +343,11 @@ impl MemoryObj {
     fn new(state: State) -> Self {
         let extra = Vec::new();
         Self::of(Arc::new(Shared {
-            memory: Owned::new(Mutex::new(Memory { state, extra })),
+            memory: Owned::new(Mutex::new(Memory {
+                state,
+                extra,
+                on_device: None,
+            })),
             writers: Mutex::new(0),
         }))
     }
@@ -370,9 +398,61 @@ impl MemoryObj {
 
     /// The memory, to be written by a copy.
     pub(crate) fn lend(&self) -> PyResult<Loan> {
-        let chunk = Some(self.replace_writable(State::Lent)?);
-        let home = Arc::clone(&self.shared);
-        Ok(Loan { home, chunk })
+        let mut chunk = self.replace_writable(State::Lent)?;
+        let address = chunk.bytes_mut().as_mut_ptr() as usize;
+        Ok(Loan {
+            home: Arc::clone(&self.shared),
+            chunk: Some(chunk),
+            address,
+        })
+    }
+
+    /// Whether both are handles of the same memory.
+    pub(crate) fn is_same_memory(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.shared, &other.shared)
+    }
+
+    /// Writable memory for copies on a GPU, which may share it: each part has one writer at a time by their order.
+    pub(crate) fn lend_lasting(&self) -> PyResult<Lasting> {
+        let loan = loop {
+            let memory = self.shared.try_lock()?;
+            match (&memory.state, &memory.on_device) {
+                (State::Lent, Some(shared)) => {
+                    if let Some(loan) = shared.upgrade() {
+                        break loan;
+                    }
+                    // Its last holder is about to give it back, and needs the lock for that and nothing else.
+                    drop(memory);
+                    thread::yield_now();
+                }
+                _ => {
+                    drop(memory);
+                    let loan = Arc::new(self.lend()?);
+                    self.shared.try_lock()?.on_device = Some(Arc::downgrade(&loan));
+                    break loan;
+                }
+            }
+        };
+        let chunk = loan.chunk.as_ref().expect("only the drop takes it");
+        Ok(Lasting {
+            address: loan.address,
+            len: chunk.len(),
+            pool: chunk.mapped(),
+            keep: Keep::Loan(loan),
+        })
+    }
+
+    /// The memory, to be read by copies on a GPU.
+    pub(crate) fn source_lasting(&self) -> PyResult<Lasting> {
+        if let State::Sealed(object) = &self.shared.try_lock()?.state {
+            return Ok(Lasting {
+                address: object.bytes().as_ptr() as usize,
+                len: object.len(),
+                pool: object.mapped(),
+                keep: Keep::Sealed(object.clone()),
+            });
+        }
+        self.lend_lasting()
     }
 
     /// The memory, to be read by a copy.

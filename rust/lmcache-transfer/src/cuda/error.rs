@@ -3,6 +3,8 @@
 use lmcache_core::error::CoreError;
 use thiserror::Error;
 
+use crate::error::TransferError;
+
 /// Why the CUDA side could not do what it was asked.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
@@ -116,4 +118,7 @@ pub enum CudaError {
     /// The layout or placement is impossible.
     #[error(transparent)]
     Plan(#[from] CoreError),
+    /// What was asked contradicts itself, with or without a GPU.
+    #[error(transparent)]
+    Asked(#[from] TransferError),
 }

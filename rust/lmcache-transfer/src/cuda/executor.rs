@@ -34,6 +34,22 @@ pub enum CopyPath {
 }
 
 impl CopyPath {
+    /// All of them.
+    pub const ALL: [Self; 2] = [Self::Engine, Self::Kernel];
+
+    /// Its name in banners and statistics.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Engine => "engine",
+            Self::Kernel => "kernel",
+        }
+    }
+
+    /// Whether it launches a kernel.
+    pub fn needs_kernels(self) -> bool {
+        self == Self::Kernel
+    }
+
     /// Where nothing has been measured: a kernel from 64 runs of less than 28 KiB on.
     pub fn unmeasured(runs: usize, bytes: usize) -> Self {
         if runs >= 64 && bytes / runs < 28 << 10 {
@@ -49,10 +65,10 @@ impl CopyPath {
 pub struct Executor {
     store: Stream,
     load: Stream,
-    kernels: Option<Kernels>,
+    pub(super) kernels: Option<Kernels>,
     /// Tables that no job uses at present.
     idle: Mutex<Vec<Tables>>,
-    context: Arc<Context>,
+    pub(super) context: Arc<Context>,
 }
 
 impl Executor {
@@ -89,8 +105,13 @@ impl Executor {
         }
     }
 
+    /// The way for `runs` runs of `bytes` bytes together.
+    pub fn choose(&self, _direction: Direction, runs: usize, bytes: usize) -> CopyPath {
+        CopyPath::unmeasured(runs, bytes)
+    }
+
     /// Tables with room for `words`, used before or new.
-    fn tables(&self, current: &Current, words: usize) -> Result<Tables, CudaError> {
+    pub(super) fn tables(&self, current: &Current, words: usize) -> Result<Tables, CudaError> {
         let mut idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
         let fitting = idle.iter().position(|tables| tables.len() >= words);
         if let Some(found) = fitting {
@@ -100,7 +121,7 @@ impl Executor {
         Tables::new(current, words)
     }
 
-    fn give_back(&self, tables: Option<Tables>) {
+    pub(super) fn give_back(&self, tables: Option<Tables>) {
         let mut idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
         idle.extend(tables);
     }
@@ -108,9 +129,9 @@ impl Executor {
 
 /// An engine's paged KV cache in device memory: one base address a layer, one layout for all.
 pub struct DeviceCache {
-    bases: Vec<u64>,
-    layout: PagedLayout,
-    num_blocks: usize,
+    pub(super) bases: Vec<u64>,
+    pub(super) layout: PagedLayout,
+    pub(super) num_blocks: usize,
     _keep_alive: Box<dyn Any + Send + Sync>,
 }
 

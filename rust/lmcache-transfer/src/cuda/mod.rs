@@ -7,12 +7,17 @@
 //! that imitates the driver in host memory, with streams that are late on purpose.
 
 pub mod current;
+pub mod device;
 pub mod driver;
 pub mod error;
 pub mod executor;
+mod flights;
+pub mod flow;
 pub mod handles;
 pub mod kernels;
+pub mod layer_copy;
 pub mod planner;
 pub mod planted;
+pub mod staging;
 mod symbols;
 mod tables;
