@@ -21,6 +21,16 @@ void fake_cuda_be_late(unsigned most_us, unsigned long long seed);
 void fake_cuda_hold(uintptr_t stream, int held);
 // No registration may be longer.
 void fake_cuda_limit_registration(size_t len);
+// Host memory of the test's counts as the device's from now on; what overlapped it before counts no more.
+void fake_cuda_adopt(void *base, size_t len);
+// None of the test's memory is the device's any more.
+void fake_cuda_disown(void);
+// Copies, but no kernels, may use memory that was never registered, as a driver lets them.
+void fake_cuda_allow_pageable(int allowed);
+// Has `len` bytes copied on a stream as the engine would, page-locked or not.
+int fake_cuda_engine_copy(void *to, const void *from, size_t len, uintptr_t stream);
+// Returns once a stream has nothing left to do.
+void fake_cuda_drain(uintptr_t stream);
 // How often a function was called.
 long fake_cuda_calls(const char *call);
 // Streams, events, modules, allocations, registrations and retained contexts that were not given back.

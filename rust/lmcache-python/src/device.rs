@@ -17,6 +17,7 @@ use pyo3::types::PyDict;
 
 use crate::errors::NativeError;
 use crate::gate::{Owned, enter};
+use crate::layerwise::Copier;
 use crate::memory::{Lasting, LocalCpu, MemoryObj};
 use crate::token::packed_hashes;
 use crate::transfer::{Place, chunks, int64s, spans};
@@ -466,6 +467,8 @@ struct Step {
     here: Cache,
     chunk_size: usize,
     stream: StreamId,
+    /// Whether a commit waits for the copies.
+    wait: bool,
     /// `None` once they have ended.
     loads: Mutex<Option<Loads>>,
     saves: Mutex<Vec<DeviceStore>>,
@@ -480,18 +483,20 @@ struct Loads {
 #[pymethods]
 impl CudaLayerwiseStep {
     #[new]
-    #[pyo3(signature = (local_cpu, paged, *, chunk_size, stream))]
+    #[pyo3(signature = (local_cpu, paged, *, chunk_size, stream, wait=true))]
     fn new(
         local_cpu: &LocalCpu,
         paged: &CudaCache,
         chunk_size: usize,
         stream: usize,
+        wait: bool,
     ) -> PyResult<Self> {
         Ok(Self(Owned::new(Step {
             local_cpu: local_cpu.store()?.clone(),
             here: paged.cache()?.clone(),
             chunk_size,
             stream: StreamId(stream),
+            wait,
             loads: Mutex::new(Some(Loads::default())),
             saves: Mutex::default(),
         })))
@@ -554,8 +559,10 @@ impl CudaLayerwiseStep {
         })
     }
 
-    /// Gives all layers of the loads to the device, layer by layer.
-    fn start_loads(&self, py: Python<'_>) -> PyResult<()> {
+    /// Gives all layers of the loads to the device, layer by layer; there is nothing for a copier to do.
+    #[pyo3(signature = (copier=None))]
+    fn start_loads(&self, py: Python<'_>, copier: Option<&Copier>) -> PyResult<()> {
+        let _ = copier;
         let step = self.0.get()?;
         enter(py, || match &mut *lock(&step.loads) {
             Some(loads) => loads.begin(),
@@ -638,17 +645,16 @@ impl CudaLayerwiseStep {
     }
 
     /// Publishes the saves of which every layer was copied, drops the others: `(chunks, tokens, bytes,
-    /// refused_chunks)` of each. The engine's stream waits for the copies; without `wait` this does not, and the
-    /// chunks are visible once they are done.
-    #[pyo3(signature = (*, wait=true))]
-    fn commit(&self, py: Python<'_>, wait: bool) -> PyResult<Vec<(usize, usize, usize, usize)>> {
+    /// refused_chunks)` of each. The engine's stream waits for the copies; a step made without `wait` does not, and
+    /// the chunks are visible once they are done.
+    fn commit(&self, py: Python<'_>) -> PyResult<Vec<(usize, usize, usize, usize)>> {
         let step = self.0.get()?;
         enter(py, || {
             let jobs = std::mem::take(&mut *lock(&step.saves));
             let ended: Result<Vec<_>, _> = jobs.into_iter().map(DeviceStore::finish).collect();
             let outcomes = ended?
                 .into_iter()
-                .map(|ended| Ok(stored(publish(&step.here.device, ended, wait)?)));
+                .map(|ended| Ok(stored(publish(&step.here.device, ended, step.wait)?)));
             outcomes.collect::<Result<Vec<_>, NativeError>>()
         })
     }
