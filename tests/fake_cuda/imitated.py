@@ -127,6 +127,8 @@ class Imitated:
         """GPU 0, whose memory is whatever tensor the product asks about."""
 
         def of(tensor: torch.Tensor) -> residence.Residence:
+            if tensor.device.type != "cpu":
+                return residence.Residence(tensor.device.type, 0, 0)
             self.adopt(tensor)
             return residence.Residence("cuda", 0, self.engine_stream)
 

@@ -11,6 +11,7 @@ use lmcache_transfer::cuda::flow::{DeviceLoad, DeviceStore, Publication};
 use lmcache_transfer::cuda::handles::StreamId;
 use lmcache_transfer::cuda::kernels::Direction;
 use lmcache_transfer::cuda::layer_copy::{DeviceLayerCopy, Piece};
+use lmcache_transfer::error::TransferError;
 use lmcache_transfer::flow::{Loaded, Stored};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -18,7 +19,7 @@ use pyo3::types::PyDict;
 use crate::errors::NativeError;
 use crate::gate::{Owned, enter};
 use crate::layerwise::Copier;
-use crate::memory::{Lasting, LocalCpu, MemoryObj};
+use crate::memory::{Keep, LENT, Lasting, LocalCpu, MemoryObj};
 use crate::token::packed_hashes;
 use crate::transfer::{Place, chunks, int64s, spans};
 
@@ -151,6 +152,13 @@ impl CudaCache {
         num_blocks: usize,
         keep_alive: Py<PyAny>,
     ) -> PyResult<Self> {
+        let refused = match layers.iter().position(|&(address, _)| address == 0) {
+            Some(layer) => Some(TransferError::NullLayer { layer }),
+            None => layers.is_empty().then_some(TransferError::NoLayers),
+        };
+        if let Some(refused) = refused {
+            return Err(NativeError::Transfer(refused).into());
+        }
         let layers: Vec<_> = layers
             .into_iter()
             .map(|(address, nbytes)| (address as u64, nbytes))
@@ -327,7 +335,7 @@ impl CudaCache {
     ) -> PyResult<usize> {
         let objects = memory_objs.iter().map(|object| object.get().lend_lasting());
         let objects = objects.collect::<PyResult<Vec<_>>>()?;
-        require_once(&memory_objs)?;
+        require_once(&memory_objs, &objects)?;
         self.move_objects(py, true, objects, &starts, &ends, slots, stream)
     }
 
@@ -346,20 +354,20 @@ impl CudaCache {
             .iter()
             .map(|object| object.get().source_lasting());
         let objects = objects.collect::<PyResult<Vec<_>>>()?;
+        require_once(&memory_objs, &objects)?;
         self.move_objects(py, false, objects, &starts, &ends, slots, stream)
     }
 }
 
-/// An object is written by one span.
-fn require_once(memory_objs: &[Py<MemoryObj>]) -> PyResult<()> {
-    let is_again = |at: usize| {
-        let same = |other: &Py<MemoryObj>| other.get().is_same_memory(memory_objs[at].get());
-        memory_objs[..at].iter().any(same)
-    };
-    match (0..memory_objs.len()).any(is_again) {
-        true => Err(NativeError::Spent(crate::memory::LENT).into()),
-        false => Ok(()),
+/// A writable object is named once in a call.
+fn require_once(memory_objs: &[Py<MemoryObj>], taken: &[Lasting]) -> PyResult<()> {
+    for (at, object) in memory_objs.iter().enumerate() {
+        let same = |other: &Py<MemoryObj>| other.get().is_same_memory(object.get());
+        if matches!(taken[at].keep, Keep::Loan(_)) && memory_objs[..at].iter().any(same) {
+            return Err(NativeError::Spent(LENT).into());
+        }
     }
+    Ok(())
 }
 
 impl CudaCache {
@@ -382,13 +390,11 @@ impl CudaCache {
             for (span, object) in spans.iter().zip(&objects) {
                 let expected = cache.chunk_bytes(span.num_tokens)?;
                 if object.len != expected {
-                    return Err(NativeError::Transfer(
-                        lmcache_transfer::error::TransferError::ObjectSize {
-                            num_tokens: span.num_tokens,
-                            expected,
-                            found: object.len,
-                        },
-                    ));
+                    return Err(NativeError::Transfer(TransferError::ObjectSize {
+                        num_tokens: span.num_tokens,
+                        expected,
+                        found: object.len,
+                    }));
                 }
             }
             let num_layers = cache.num_layers();
@@ -478,6 +484,8 @@ struct Step {
 struct Loads {
     jobs: Vec<DeviceLoad>,
     is_begun: bool,
+    /// Layers that were given to the device, from the first on.
+    num_given: usize,
 }
 
 #[pymethods]
@@ -559,13 +567,18 @@ impl CudaLayerwiseStep {
         })
     }
 
-    /// Gives all layers of the loads to the device, layer by layer; there is nothing for a copier to do.
+    /// Begins the loads. With a copier, which has nothing to do here, all layers are given to the device at once;
+    /// without, each one when it is waited for.
     #[pyo3(signature = (copier=None))]
     fn start_loads(&self, py: Python<'_>, copier: Option<&Copier>) -> PyResult<()> {
-        let _ = copier;
         let step = self.0.get()?;
+        let num_layers = step.here.cache.num_layers();
+        let up_to = copier.map_or(0, |_| num_layers);
         enter(py, || match &mut *lock(&step.loads) {
-            Some(loads) => loads.begin(),
+            Some(loads) => {
+                loads.is_begun = true;
+                loads.give(up_to)
+            }
             None => Ok(()),
         })
     }
@@ -574,9 +587,10 @@ impl CudaLayerwiseStep {
     fn wait(&self, py: Python<'_>, layer: usize) -> PyResult<()> {
         let step = self.0.get()?;
         enter(py, || {
-            if let Some(loads) = &*lock(&step.loads)
+            if let Some(loads) = &mut *lock(&step.loads)
                 && loads.is_begun
             {
+                loads.give(layer + 1)?;
                 for job in &loads.jobs {
                     job.wait_for_layer(layer)?;
                 }
@@ -593,7 +607,7 @@ impl CudaLayerwiseStep {
             let Some(mut loads) = lock(&step.loads).take() else {
                 return Ok(Vec::new());
             };
-            loads.begin()?;
+            loads.give(step.here.cache.num_layers())?;
             let outcomes = loads.jobs.into_iter().map(|job| Ok(loaded(job.finish()?)));
             outcomes.collect::<Result<Vec<_>, NativeError>>()
         })
@@ -673,17 +687,15 @@ impl CudaLayerwiseStep {
 }
 
 impl Loads {
-    /// All loads' first layers come before anybody's second.
-    fn begin(&mut self) -> Result<(), NativeError> {
-        if self.is_begun {
-            return Ok(());
-        }
-        self.is_begun = true;
-        let num_layers = self.jobs.iter().map(DeviceLoad::num_layers).max();
-        for layer in 0..num_layers.unwrap_or(0) {
+    /// Gives the layers below `up_to` to the device: all loads' first before anybody's second.
+    fn give(&mut self, up_to: usize) -> Result<(), NativeError> {
+        for layer in self.num_given..up_to {
             for job in &mut self.jobs {
-                job.layer(layer)?;
+                if layer < job.num_layers() {
+                    job.layer(layer)?;
+                }
             }
+            self.num_given = layer + 1;
         }
         Ok(())
     }

@@ -329,14 +329,15 @@ impl Reached {
         for Given(memory, offset, nbytes) in given {
             if let Ok(object) = memory.cast::<MemoryObj>() {
                 let again = |other: &Bound<'_, MemoryObj>| other.get().is_same_memory(object.get());
-                if writing && objects.iter().any(again) {
-                    return Err(NativeError::Spent(LENT).into());
-                }
                 let lasting = if writing {
                     object.get().lend_lasting()
                 } else {
                     object.get().source_lasting()
                 }?;
+                let is_writable = matches!(lasting.keep, Keep::Loan(_));
+                if is_writable && objects.iter().any(again) {
+                    return Err(NativeError::Spent(LENT).into());
+                }
                 if place(offset, nbytes, lasting.len).is_none() {
                     return Err(outside(offset, nbytes, lasting.len));
                 }

@@ -129,7 +129,7 @@ impl LocalCpu {
     /// Whether this pool gave the memory, which is writable or sealed.
     fn owns(&self, memory_obj: &MemoryObj) -> PyResult<bool> {
         let store = self.store()?;
-        Ok(match &memory_obj.shared.try_lock()?.state {
+        Ok(match &memory_obj.shared.at_rest()?.state {
             State::Writable(chunk) => store.owns(chunk),
             State::Sealed(object) => store.owns_sealed(object),
             State::Lent => return Err(NativeError::Spent(LENT).into()),
@@ -245,6 +245,19 @@ impl Shared {
             .unwrap_or_else(PoisonError::into_inner))
     }
 
+    /// As `try_lock`, once copies on a GPU that are under way have given the memory back.
+    fn at_rest(&self) -> Result<MutexGuard<'_, Memory>, NativeError> {
+        loop {
+            let memory = self.try_lock()?;
+            if !matches!(memory.state, State::Lent) || memory.on_device.is_none() {
+                return Ok(memory);
+            }
+            drop(memory);
+            // Whoever gives it back does without the interpreter, but others may need it meanwhile.
+            Python::attach(|py| py.detach(|| thread::sleep(LANDING_PAUSE)));
+        }
+    }
+
     fn lock(&self) -> MutexGuard<'_, Memory> {
         self.try_lock()
             .expect("the caller has used the handle in this process before")
@@ -317,6 +330,9 @@ impl Source {
     }
 }
 
+/// Between two looks whether a copy on a GPU is done.
+const LANDING_PAUSE: Duration = Duration::from_micros(20);
+
 pub(crate) const LENT: &str =
     "memory is in use by a copy, or named twice in this call; use each object once at a time";
 const TWICE: &str = "memory is named twice in this call; allocate one object a key";
@@ -368,7 +384,7 @@ impl MemoryObj {
 
     /// Leaves the handle as it is, so that a refused put costs nothing.
     fn require_puttable(&self, store: &local_cpu::LocalCpu) -> PyResult<()> {
-        match &self.shared.try_lock()?.state {
+        match &self.shared.at_rest()?.state {
             State::Writable(chunk) if store.owns(chunk) => {}
             State::Writable(_) => {
                 return Err(NativeError::from(MemoryError::ForeignMemory).into());
@@ -385,7 +401,7 @@ impl MemoryObj {
     }
 
     fn replace_writable(&self, by: State) -> PyResult<ChunkMut> {
-        let mut memory = self.shared.try_lock()?;
+        let mut memory = self.shared.at_rest()?;
         match std::mem::replace(&mut memory.state, by) {
             State::Writable(chunk) => Ok(chunk),
             other => {
@@ -457,7 +473,7 @@ impl MemoryObj {
 
     /// The memory, to be read by a copy.
     pub(crate) fn source(&self) -> PyResult<Source> {
-        if let State::Sealed(object) = &self.shared.try_lock()?.state {
+        if let State::Sealed(object) = &self.shared.at_rest()?.state {
             return Ok(Source::Sealed(object.clone()));
         }
         self.lend().map(Source::Writable)
@@ -475,7 +491,7 @@ impl MemoryObj {
     /// Size in bytes; 0 once released.
     #[getter]
     fn nbytes(&self) -> PyResult<usize> {
-        Ok(match &self.shared.try_lock()?.state {
+        Ok(match &self.shared.at_rest()?.state {
             State::Writable(chunk) => chunk.len(),
             State::Sealed(object) => object.len(),
             State::Lent => return Err(NativeError::Spent(LENT).into()),
@@ -486,7 +502,7 @@ impl MemoryObj {
     /// References to the memory, the store's own and those of `ref_count_up` included; 0 once released.
     #[getter]
     fn ref_count(&self) -> PyResult<usize> {
-        let memory = self.shared.try_lock()?;
+        let memory = self.shared.at_rest()?;
         Ok(match &memory.state {
             State::Writable(_) | State::Lent => 1 + memory.extra.len(),
             State::Sealed(object) => object.ref_count(),
@@ -496,7 +512,7 @@ impl MemoryObj {
 
     /// Takes one more reference, which this handle gives back with `ref_count_down` or as it ends.
     fn ref_count_up(&self) -> PyResult<()> {
-        let mut memory = self.shared.try_lock()?;
+        let mut memory = self.shared.at_rest()?;
         let clone = match &memory.state {
             State::Sealed(object) => Some(object.clone()),
             State::Writable(_) | State::Lent => None,
@@ -509,7 +525,7 @@ impl MemoryObj {
 
     /// Gives back one reference that this handle took with `ref_count_up`.
     fn ref_count_down(&self) -> PyResult<()> {
-        let mut memory = self.shared.try_lock()?;
+        let mut memory = self.shared.at_rest()?;
         if self.num_extra.load(Ordering::Relaxed) == 0 {
             return Err(NativeError::Spent(SURPLUS).into());
         }
@@ -531,7 +547,7 @@ impl MemoryObj {
     /// Positions of the chunk's tokens in their prompt, as native int64 end to end; `None` if nobody set them.
     #[getter]
     fn positions<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyBytes>>> {
-        let memory = self.shared.try_lock()?;
+        let memory = self.shared.at_rest()?;
         let positions = match &memory.state {
             State::Writable(chunk) => chunk.positions(),
             State::Sealed(object) => object.positions(),
@@ -546,7 +562,7 @@ impl MemoryObj {
 
     /// Sets the positions of writable memory, which then stay with the chunk.
     fn set_positions(&self, positions: Vec<i64>) -> PyResult<()> {
-        match &mut self.shared.try_lock()?.state {
+        match &mut self.shared.at_rest()?.state {
             State::Writable(chunk) => {
                 chunk.set_positions(positions.into());
                 Ok(())
@@ -559,12 +575,12 @@ impl MemoryObj {
     /// Whether it is sealed: written for good and readable by all.
     #[getter]
     fn sealed(&self) -> PyResult<bool> {
-        Ok(matches!(self.shared.try_lock()?.state, State::Sealed(_)))
+        Ok(matches!(self.shared.at_rest()?.state, State::Sealed(_)))
     }
 
     /// A copy of the bytes.
     fn to_bytes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
-        match &mut self.shared.try_lock()?.state {
+        match &mut self.shared.at_rest()?.state {
             State::Writable(chunk) => Ok(PyBytes::new(py, chunk.bytes_mut())),
             State::Sealed(object) => Ok(PyBytes::new(py, object.bytes())),
             State::Lent => Err(NativeError::Spent(LENT).into()),
@@ -580,7 +596,7 @@ impl MemoryObj {
         flags: c_int,
     ) -> PyResult<()> {
         let this = slf.get();
-        let (address, len, readonly) = match &mut this.shared.try_lock()?.state {
+        let (address, len, readonly) = match &mut this.shared.at_rest()?.state {
             State::Writable(chunk) => {
                 let bytes = chunk.bytes_mut();
                 (bytes.as_mut_ptr(), bytes.len(), false)
