@@ -15,6 +15,7 @@ __all__ = [
     "CudaLayerCopy",
     "CudaLayerwiseStep",
     "CudaRopeShift",
+    "CudaTransfer",
     "LayerBuffer",
     "LayerCopy",
     "LayerwiseStep",
@@ -23,6 +24,10 @@ __all__ = [
     "MemoryObj",
     "PagedCache",
     "RopeShift",
+    "Transfer",
+    "TransferQueue",
+    "begin_cuda_load",
+    "begin_cuda_store",
     "build_info",
     "chunk_aligned",
     "decode_lookup_answer",
@@ -43,6 +48,33 @@ __all__ = [
     "store",
 ]
 
+def begin_cuda_load(
+    paged: CudaCache,
+    local_cpu: LocalCpu,
+    lookup_id: str,
+    namespace: str,
+    hashes: bytes,
+    *,
+    stream: int,
+    chunk_size: int,
+    num_tokens: int,
+    blocks: Sequence[int] | None = None,
+    slots: Buffer | Sequence[int] | None = None,
+    skip: int = 0,
+) -> CudaTransfer: ...
+def begin_cuda_store(
+    paged: CudaCache,
+    local_cpu: LocalCpu,
+    namespace: str,
+    hashes: bytes,
+    *,
+    stream: int,
+    chunk_size: int,
+    num_tokens: int,
+    blocks: Sequence[int] | None = None,
+    slots: Buffer | Sequence[int] | None = None,
+    first: int = 0,
+) -> CudaTransfer: ...
 def build_info() -> dict[str, str | int]: ...
 def chunk_aligned(num_false: int, chunk_size: int) -> int: ...
 def decode_lookup_answer(data: bytes) -> tuple[int, int, int, int]: ...
@@ -308,6 +340,12 @@ class CudaRopeShift:
     ) -> CudaRopeShift: ...
 
 @final
+class CudaTransfer:
+    def is_done(self) -> bool: ...
+    def outcome(self) -> list[int]: ...
+    def wait(self, timeout_ms: int | None = None) -> bool: ...
+
+@final
 class CudaLayerwiseStep:
     def __new__(
         cls,
@@ -476,3 +514,41 @@ class RopeShift:
         head_size: int,
         offset: int,
     ) -> RopeShift: ...
+
+@final
+class Transfer:
+    def is_done(self) -> bool: ...
+    def outcome(self) -> list[int]: ...
+    def wait(self, timeout_ms: int | None = None) -> bool: ...
+
+@final
+class TransferQueue:
+    def __new__(cls, bytes_per_second: int | None = None) -> TransferQueue: ...
+    def begin_load(
+        self,
+        local_cpu: LocalCpu,
+        paged: PagedCache,
+        lookup_id: str,
+        namespace: str,
+        hashes: bytes,
+        *,
+        chunk_size: int,
+        num_tokens: int,
+        blocks: Sequence[int] | None = None,
+        slots: Buffer | Sequence[int] | None = None,
+        skip: int = 0,
+    ) -> Transfer: ...
+    def begin_store(
+        self,
+        local_cpu: LocalCpu,
+        paged: PagedCache,
+        namespace: str,
+        hashes: bytes,
+        *,
+        chunk_size: int,
+        num_tokens: int,
+        blocks: Sequence[int] | None = None,
+        slots: Buffer | Sequence[int] | None = None,
+        first: int = 0,
+    ) -> Transfer: ...
+    def close(self) -> None: ...

@@ -1,7 +1,8 @@
 """The engine: stores a prompt's KV, finds it again, and writes it back.
 
 `LMCacheEngine` is what an inference engine drives, with its own KV tensors. The vLLM connector uses
-the same engine through `store_chunks` and `load_chunks`, which take hashes made elsewhere.
+the same engine through `store_chunks` and `load_chunks`, which take hashes made elsewhere, and
+through `begin_store_chunks` and `begin_load_chunks`, which do not wait for the copy.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from lmcache_rs.gpu_connector import RegisteredCache, identity, register, slots_
 from lmcache_rs.key import HASH_BYTES, Namespaces
 from lmcache_rs.layouts import Layout, LayoutError, require_layout
 from lmcache_rs.token_database import ChunkedTokenDatabase, mask_bytes, token_buffer
+from lmcache_rs.transfers import Transfer
 
 if TYPE_CHECKING:
     import torch
@@ -103,6 +105,7 @@ class LMCacheEngine:
         # What of the pool a GPU reaches by itself; 0 without one.
         self.page_locked_bytes = 0
         self._has_warned = False
+        self._transfers = _native.TransferQueue()
         self.local_cpu: _native.LocalCpu | None = None
         if config.local_cpu:
             self.local_cpu = _native.LocalCpu(
@@ -236,8 +239,9 @@ class LMCacheEngine:
         `ret_mask`. There are as many steps when nothing is found. A generator that is closed early
         writes no further layer and gives back what it held.
 
-        Args and errors as for `retrieve`, the latter at the first step. On a GPU a layer's step lets
-        torch's current stream wait for the layer; with `sync` the last step but one waits itself.
+        Args and errors as for `retrieve`, the latter at the first step. On a GPU a layer's step
+        lets torch's current stream wait for the layer; with `sync` the last step but one waits
+        itself.
         """
         return layerwise.retrieve_layer(
             self, tokens, mask, kvcaches, slot_mapping, extra_keys, request_configs, req_id, sync
@@ -307,14 +311,16 @@ class LMCacheEngine:
         return self.storage_manager.clear(prefix)
 
     def close(self) -> None:
-        """Ends the engine: later calls raise RuntimeError. Puts that wait for tiers below host
-        memory are done first, within a deadline. Idempotent."""
+        """Ends the engine: later calls raise RuntimeError. Transfers under way, and puts that wait
+        for tiers below host memory, are done first, the latter within a deadline; transfers that
+        nobody has begun are called off. Idempotent."""
         with self._lock:
             self._closed = True
             storage_manager = self._storage_manager
         registration, self._registration = self._registration, None
         if registration is not None:
             registration.cache.settle()
+        self._transfers.close()
         if storage_manager is not None:
             storage_manager.close()
         if self.local_cpu is not None:
@@ -364,7 +370,7 @@ class LMCacheEngine:
         return registered
 
     def _lock_pool(self, registered: RegisteredCache) -> None:
-        """Page-locks the pool for the GPU that the tensors are on, with one warning if it cannot."""
+        """Page-locks the pool for the GPU of the tensors, with one warning if it cannot."""
         if registered.device is None or self.local_cpu is None:
             return
         self.page_locked_bytes, refusal = registered.device.lock_pool(self.local_cpu)
@@ -417,6 +423,62 @@ class LMCacheEngine:
             blocks=block_ids,
             skip=skip,
         )
+
+    def begin_store_chunks(
+        self, namespace: str, hashes: bytes, block_ids: Sequence[int], *, first: int = 0
+    ) -> Transfer[Stored]:
+        """As `store_chunks`, without waiting for the copy.
+
+        Memory is reserved when this returns, so that what is cleared from then on stays cleared;
+        chunks are found once they are copied. The blocks must stay as they are until then.
+        """
+        registered = self._require_registered().cache
+        ticket = None
+        if self.local_cpu is not None and not self._closed:
+            ticket = registered.begin_store(
+                self._transfers,
+                self.local_cpu,
+                namespace,
+                hashes,
+                chunk_size=self.chunk_size,
+                num_tokens=len(hashes) // HASH_BYTES * self.chunk_size,
+                blocks=block_ids,
+                first=first,
+            )
+        return Transfer(ticket, Stored, Stored(0, 0, 0, 0))
+
+    def begin_load_chunks(
+        self,
+        lookup_id: str,
+        namespace: str,
+        hashes: bytes,
+        block_ids: Sequence[int],
+        *,
+        skip: int,
+        end: int | None = None,
+    ) -> Transfer[Loaded]:
+        """As `load_chunks`, without waiting for the copy; full chunks up to token `end`, if given.
+
+        What is loaded is held when this returns, in place of the lease. The blocks must not be used
+        until the copy is done.
+        """
+        registered = self._require_registered().cache
+        if end is not None:
+            hashes = hashes[: end // self.chunk_size * HASH_BYTES]
+        ticket = None
+        if self.local_cpu is not None and not self._closed:
+            ticket = registered.begin_load(
+                self._transfers,
+                self.local_cpu,
+                lookup_id,
+                namespace,
+                hashes,
+                chunk_size=self.chunk_size,
+                num_tokens=len(hashes) // HASH_BYTES * self.chunk_size,
+                blocks=block_ids,
+                skip=skip,
+            )
+        return Transfer(ticket, Loaded, Loaded(skip, 0, 0))
 
     def layerwise_step(self) -> _native.LayerwiseStep | _native.CudaLayerwiseStep | None:
         """Loads and saves of requests that share a forward pass, a layer at a time.

@@ -422,7 +422,9 @@ def test_keys_of_64_bits_are_not_turned_on_a_gpu() -> None:
 def test_vllms_worker_says_who_copies_and_counts_it(gpu: _native.CudaDevice) -> None:
     metadata = LMCacheMetadata("m", 1, 0, "float32", block_size=BLOCK, stored_form="OPAQUE")
     faults = Faults()
-    half = LMCacheWorkerHalf(settings(), metadata, "start", in_scheduler_process=False, faults=faults)
+    half = LMCacheWorkerHalf(
+        settings(), metadata, "start", in_scheduler_process=False, faults=faults
+    )
     tensors = [torch.randn(BLOCKS, BLOCK, 2 * HEADS * HEAD) for _ in range(LAYERS)]
     half.register_kv_caches(tensors, tensors[0][0].nbytes, [f"l{at}" for at in range(LAYERS)])
     try:

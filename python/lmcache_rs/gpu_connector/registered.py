@@ -1,9 +1,9 @@
 """An engine's registered KV tensors, and the copies that can be made of them, on a host or a GPU.
 
-On a GPU nothing here waits for a copy unless it says so: our streams and the engine's are ordered by
-events. A store comes behind what the engine's current stream has been given, and that stream then
-waits for the store before it does more; a load likewise. Memory that a copy needs is held until the
-copy is done.
+On a GPU nothing here waits for a copy unless it says so: our streams and the engine's are ordered
+by events. A store comes behind what the engine's current stream has been given, and that stream
+then waits for the store before it does more; a load likewise. Memory that a copy needs is held
+until the copy is done.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from lmcache_rs import _native
 from lmcache_rs.gpu_connector import residence
 from lmcache_rs.layouts import Layout, StoredForm
+from lmcache_rs.transfers import Ticket
 
 if TYPE_CHECKING:
     import torch
@@ -147,6 +148,46 @@ class RegisteredCache:
                 local_cpu, lookup_id, namespace, hashes, stream=self._stream(), **where
             )
         return _native.load(local_cpu, self.native, lookup_id, namespace, hashes, **where)
+
+    def begin_store(
+        self,
+        queue: _native.TransferQueue,
+        local_cpu: _native.LocalCpu,
+        namespace: str,
+        hashes: bytes,
+        **where: Any,
+    ) -> Ticket:
+        """As `store`, behind the caller's back; a GPU needs no queue of ours for that.
+
+        The engine's stream does not wait for it: the blocks stay as they are until it is done.
+        """
+        if isinstance(self.native, _native.CudaCache):
+            return _native.begin_cuda_store(
+                self.native, local_cpu, namespace, hashes, stream=self._stream(), **where
+            )
+        return queue.begin_store(local_cpu, self.native, namespace, hashes, **where)
+
+    def begin_load(
+        self,
+        queue: _native.TransferQueue,
+        local_cpu: _native.LocalCpu,
+        lookup_id: str,
+        namespace: str,
+        hashes: bytes,
+        **where: Any,
+    ) -> Ticket:
+        """As `load`, behind the caller's back; the blocks are not used until it is done."""
+        if isinstance(self.native, _native.CudaCache):
+            return _native.begin_cuda_load(
+                self.native,
+                local_cpu,
+                lookup_id,
+                namespace,
+                hashes,
+                stream=self._stream(),
+                **where,
+            )
+        return queue.begin_load(local_cpu, self.native, lookup_id, namespace, hashes, **where)
 
     # --- a layer at a time --------------------------------------------------------------------
 

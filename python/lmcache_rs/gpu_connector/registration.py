@@ -48,7 +48,7 @@ def register(
         block_tokens: Tokens of a block; needed for `opaque`, whose tensors do not show it.
 
     Raises:
-        LayoutError: The tensors differ, are on a device that is neither, or cannot have this layout.
+        LayoutError: The tensors differ, are elsewhere, or cannot have this layout.
         CudaError: They are on a GPU, and its driver cannot be used; the text says what to change.
     """
     require_layout(layout)
@@ -141,9 +141,7 @@ def _registered(
     if where.device_type == "cuda":
         device = _native.CudaDevice(where.ordinal)
         on_gpu = getattr(_native.CudaCache, kind)
-        native: _native.CudaCache = on_gpu(
-            device, ranges, num_blocks, keep_alive=owners, **numbers
-        )
+        native: _native.CudaCache = on_gpu(device, ranges, num_blocks, keep_alive=owners, **numbers)
         return native
     in_host = getattr(_native.PagedCache, kind)
     paged: _native.PagedCache = in_host(ranges, num_blocks, keep_alive=owners, **numbers)
@@ -284,9 +282,7 @@ def _try_tokens(
             if not len(targets):
                 return
             scratch = _scratch(registered, len(targets))
-            registered.gather(
-                [scratch], [0], [len(targets)], slots_of(sources[: len(targets)])
-            )
+            registered.gather([scratch], [0], [len(targets)], slots_of(sources[: len(targets)]))
             registered.scatter([scratch], [0], [len(targets)], slots_of(targets))
             registered.settle()
             for view, blocks, layer in zip(views, noise, expected, strict=True):

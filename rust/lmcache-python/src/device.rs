@@ -441,7 +441,7 @@ fn publish(device: &Device, publication: Publication, wait: bool) -> Result<Stor
         return Ok(publication.wait()?);
     }
     let planned = publication.planned();
-    device.land(move || {
+    device.land(Direction::Gather, move || {
         // A failure is told by the next call that enters the device; the chunks go back unpublished.
         let _ = publication.wait();
     });

@@ -29,8 +29,9 @@ impl PagedCache {
     ) -> PyResult<Self> {
         // SAFETY: the caller vouches for the addresses (they are `data_ptr()` of tensors) and hands over the
         // tensors as `keep_alive`, which is held as long as the value; the engine leaves the blocks of a
-        // copy alone while the copy runs, as vLLM's connector hooks promise: a call, or, for a load that
-        // runs ahead, the time until the engine has waited for the layer.
+        // copy alone while the copy runs, as vLLM's connector hooks promise: a call; for a load that
+        // runs ahead, the time until the engine has waited for the layer; for a transfer in the background, the
+        // time until its handle says that it has ended.
         let paged =
             unsafe { host::PagedCache::new(layers, layout, num_blocks, Box::new(keep_alive)) };
         Ok(Self(Owned::new(Arc::new(

@@ -277,20 +277,20 @@ impl Flow {
 
 /// Lets so many bytes pass in a second.
 #[derive(Debug)]
-struct Bucket {
+pub(crate) struct Bucket {
     bytes_per_second: u64,
     free_at: Mutex<Instant>,
 }
 
 impl Bucket {
-    fn new(bytes_per_second: u64) -> Self {
+    pub(crate) fn new(bytes_per_second: u64) -> Self {
         Self {
             bytes_per_second,
             free_at: Mutex::new(Instant::now()),
         }
     }
 
-    fn pay(&self, bytes: usize) {
+    pub(crate) fn pay(&self, bytes: usize) {
         let cost = Duration::from_secs_f64(bytes as f64 / self.bytes_per_second as f64);
         let mut free_at = lock(&self.free_at);
         let until = (*free_at).max(Instant::now()) + cost;
@@ -301,11 +301,11 @@ impl Bucket {
 }
 
 /// What the locks guard is whole at any moment, so a panic of another holder leaves nothing half-done.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-fn sleep<'a, T>(condvar: &Condvar, guard: MutexGuard<'a, T>) -> MutexGuard<'a, T> {
+pub(crate) fn sleep<'a, T>(condvar: &Condvar, guard: MutexGuard<'a, T>) -> MutexGuard<'a, T> {
     condvar.wait(guard).unwrap_or_else(PoisonError::into_inner)
 }
 

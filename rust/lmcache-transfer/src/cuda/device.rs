@@ -31,7 +31,9 @@ pub struct Device {
     facts: DeviceFacts,
     driver_version: i32,
     executor: Arc<Executor>,
-    flights: Flights,
+    /// Stores do not wait for loads to land, nor loads for stores.
+    stores: Flights,
+    loads: Flights,
     forced: Mutex<Option<CopyPath>>,
     /// Copies by the name of the way they took.
     counts: Mutex<BTreeMap<&'static str, u64>>,
@@ -65,7 +67,8 @@ impl Device {
             facts: context.device_facts()?,
             driver_version: driver.version()?,
             executor: Executor::new(&context)?,
-            flights: Flights::default(),
+            stores: Flights::default(),
+            loads: Flights::default(),
             forced: Mutex::new(None),
             counts: Mutex::default(),
         });
@@ -171,7 +174,7 @@ impl Device {
         });
         let context = Arc::clone(self.context());
         match marked {
-            Ok(event) => self.flights.add(move || {
+            Ok(event) => self.flights(direction).add(move || {
                 context.at_last(|current| current.synchronize(&event));
                 drop(held);
             }),
@@ -184,18 +187,26 @@ impl Device {
     }
 
     /// Does `landing`, which waits for copies by itself, when its turn comes; without delaying the caller.
-    pub fn land(&self, landing: impl FnOnce() + Send + 'static) {
-        self.flights.add(landing);
+    pub fn land(&self, direction: Direction, landing: impl FnOnce() + Send + 'static) {
+        self.flights(direction).add(landing);
+    }
+
+    fn flights(&self, direction: Direction) -> &Flights {
+        match direction {
+            Direction::Gather => &self.stores,
+            Direction::Scatter => &self.loads,
+        }
     }
 
     /// Returns once all that copies held has been given back, and all stores that are done are published.
     pub fn settle(&self) {
-        self.flights.settle();
+        self.stores.settle();
+        self.loads.settle();
     }
 
     /// Copies under way that hold something.
     pub fn num_under_way(&self) -> usize {
-        self.flights.num_waiting()
+        self.stores.num_waiting() + self.loads.num_waiting()
     }
 
     /// Waits here for everything that a direction's stream has been given.

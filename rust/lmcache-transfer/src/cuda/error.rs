@@ -118,6 +118,11 @@ pub enum CudaError {
     /// The layout or placement is impossible.
     #[error(transparent)]
     Plan(#[from] CoreError),
+    /// A transfer whose end nobody saw.
+    #[error(
+        "a copy of a GPU was given up before its end; nothing is known of its bytes, ask for it anew"
+    )]
+    Abandoned,
     /// What was asked contradicts itself, with or without a GPU.
     #[error(transparent)]
     Asked(#[from] TransferError),

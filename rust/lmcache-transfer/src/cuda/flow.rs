@@ -13,6 +13,7 @@ use crate::cuda::device::Device;
 use crate::cuda::error::CudaError;
 use crate::cuda::executor::{ChunkMemory, DeviceCache, DeviceJob, Ticket};
 use crate::cuda::handles::StreamId;
+use crate::cuda::kernels::Direction;
 use crate::error::TransferError;
 use crate::flow::{Chunks, Loaded, Stored};
 use crate::layerwise::{self, Found};
@@ -138,16 +139,23 @@ impl DeviceStore {
         (0..self.given.len()).try_for_each(|layer| self.layer(layer))
     }
 
-    /// Ends the copies, if every layer was given: from here on the engine's stream waits for them before it does
-    /// anything else, and [`Publication::wait`] makes the chunks visible. Else nothing is stored.
-    pub fn finish(mut self) -> Result<Publication, CudaError> {
+    /// Ends the copies, if every layer was given: [`Publication::wait`] makes the chunks visible. Else nothing is
+    /// stored. From here on the engine's stream waits for them before it does anything else.
+    pub fn finish(self) -> Result<Publication, CudaError> {
+        let engine = self.engine;
+        let publication = self.finish_aside()?;
+        if let Some(ticket) = &publication.ticket {
+            ticket.fence(engine)?;
+        }
+        Ok(publication)
+    }
+
+    /// As [`DeviceStore::finish`], for an engine that leaves the blocks alone until the publication is done: its
+    /// stream does not wait.
+    pub fn finish_aside(mut self) -> Result<Publication, CudaError> {
         let is_whole = self.given.iter().all(|&given| given);
         let ticket = match self.job.take().filter(|_| is_whole) {
-            Some(job) => {
-                let ticket = job.finish()?;
-                ticket.fence(self.engine)?;
-                Some(ticket)
-            }
+            Some(job) => Some(job.finish()?),
             None => {
                 self.forget();
                 None
@@ -334,11 +342,29 @@ impl DeviceLoad {
             job.wait_for_layer(last)?;
         }
         let ticket = job.finish()?;
-        self.device.land(move || {
+        self.device.land(Direction::Scatter, move || {
             // A failure is told by the next call that enters the device.
             drop(ticket.wait());
         });
         Ok(self.loaded)
+    }
+
+    /// Ends the load for an engine that leaves the blocks alone until `landed` is called with what came of it; all
+    /// its layers were given.
+    pub fn finish_aside(
+        mut self,
+        landed: impl FnOnce(Result<Loaded, CudaError>) + Send + 'static,
+    ) -> Result<(), CudaError> {
+        let loaded = self.loaded;
+        let Some(job) = self.job.take() else {
+            landed(Ok(loaded));
+            return Ok(());
+        };
+        let ticket = job.finish()?;
+        self.device.land(Direction::Scatter, move || {
+            landed(ticket.wait().map(|_| loaded));
+        });
+        Ok(())
     }
 }
 

@@ -1,0 +1,630 @@
+//! Whole transfers behind an engine's back: a request's store or load, handed over in one piece.
+//!
+//! What must keep its order against a `clear` or a reset is done by whoever hands over: a store has its memory
+//! and a load its leases when [`Queue::begin`] is called. The rest, copy and commit, is a thread's, one after
+//! the other, loads before stores: a request waits for its load, and nobody for a store. The thread has a queue
+//! of its own beside [`crate::pipeline::Copier`]'s, which goes at the pace of the engine that asks for layers.
+//!
+//! Nothing depends on the thread: who waits for a transfer that nobody has begun does it himself, and without a
+//! thread the caller does it at once. So is a load on the engine's only core: its request waits for just that
+//! work, which is not done sooner beside an engine that asks again and again whether it is done. A store goes to
+//! the thread there, too: the step's answer leaves before the copy.
+//!
+//! The blocks of a transfer are its own until [`Transfer::is_done`]. It goes to its end whether or not anybody
+//! keeps the handle; a panic in it is its outcome.
+
+use std::any::Any;
+use std::collections::VecDeque;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Condvar, Mutex};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use crate::flow::{Loaded, Stored};
+use crate::layerwise::{LoadJob, StoreJob};
+use crate::pipeline::{Bucket, lock, sleep};
+
+/// What a transfer did.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Outcome {
+    /// A store.
+    Stored(Stored),
+    /// A load.
+    Loaded(Loaded),
+}
+
+/// Something to be done once, by whichever thread.
+pub trait Work: Send {
+    /// Bytes it moves.
+    fn bytes(&self) -> usize;
+    /// Whether somebody waits for it.
+    fn is_awaited(&self) -> bool;
+    /// Does it; `pay` is called before each part with its bytes.
+    fn carry_out(self: Box<Self>, pay: Option<&dyn Fn(usize)>) -> Outcome;
+    /// Does nothing of it, and gives everything back.
+    fn call_off(self: Box<Self>) -> Outcome;
+}
+
+impl Work for StoreJob {
+    fn bytes(&self) -> usize {
+        self.planned().bytes
+    }
+
+    fn is_awaited(&self) -> bool {
+        false
+    }
+
+    fn carry_out(mut self: Box<Self>, pay: Option<&dyn Fn(usize)>) -> Outcome {
+        match pay {
+            None => self.all_layers(),
+            Some(pay) => {
+                let layer_bytes = self.planned().bytes / self.num_layers().max(1);
+                for layer in 0..self.num_layers() {
+                    pay(layer_bytes);
+                    self.layer(layer);
+                }
+            }
+        }
+        Outcome::Stored(self.commit())
+    }
+
+    fn call_off(self: Box<Self>) -> Outcome {
+        Outcome::Stored(self.commit())
+    }
+}
+
+impl Work for LoadJob {
+    fn bytes(&self) -> usize {
+        self.planned().bytes
+    }
+
+    fn is_awaited(&self) -> bool {
+        true
+    }
+
+    fn carry_out(self: Box<Self>, pay: Option<&dyn Fn(usize)>) -> Outcome {
+        match pay {
+            None => self.all_layers(),
+            Some(pay) => {
+                for layer in 0..self.num_layers() {
+                    pay(self.layer_bytes());
+                    self.layer(layer);
+                }
+            }
+        }
+        Outcome::Loaded(self.finish())
+    }
+
+    fn call_off(self: Box<Self>) -> Outcome {
+        Outcome::Loaded(self.finish())
+    }
+}
+
+/// Transfers in the order they are done in, and the thread that does them. It starts with the first transfer
+/// and ends with the value, or its close.
+#[derive(Debug)]
+pub struct Queue {
+    shared: Arc<Shared>,
+}
+
+#[derive(Debug, Default)]
+struct Shared {
+    line: Mutex<Line>,
+    arrived: Condvar,
+    bucket: Option<Bucket>,
+}
+
+#[derive(Debug, Default)]
+struct Line {
+    /// Every transfer that has not ended; those somebody waits for before the others.
+    awaited: VecDeque<Arc<Ticket>>,
+    others: VecDeque<Arc<Ticket>>,
+    thread: Option<JoinHandle<()>>,
+    /// Whether a thread has a core to itself; asked once.
+    has_room: Option<bool>,
+    is_closed: bool,
+}
+
+impl Queue {
+    /// Starts nothing yet. `bytes_per_second` slows transfers down, whoever does them: for measurements and
+    /// tests, which get their thread on any machine.
+    pub fn new(bytes_per_second: Option<u64>) -> Self {
+        Self {
+            shared: Arc::new(Shared {
+                bucket: bytes_per_second.map(Bucket::new),
+                ..Shared::default()
+            }),
+        }
+    }
+
+    /// Hands a transfer over. What moves nothing is done when this returns, and after a close nothing is done.
+    pub fn begin(&self, work: impl Work + 'static) -> Transfer {
+        let (is_awaited, bytes) = (work.is_awaited(), work.bytes());
+        let ticket = Arc::new(Ticket {
+            stage: Mutex::new(Stage::Waiting(Box::new(work))),
+            ended: Condvar::new(),
+        });
+        let transfer = Transfer {
+            ticket: Arc::clone(&ticket),
+            shared: Arc::clone(&self.shared),
+        };
+        let mut line = lock(&self.shared.line);
+        if line.is_closed {
+            drop(line);
+            ticket.call_off();
+            return transfer;
+        }
+        let goes_along = bytes > 0 && self.shared.has_thread(&mut line, is_awaited);
+        let side = match is_awaited {
+            true => &mut line.awaited,
+            false => &mut line.others,
+        };
+        // In the line in any case: a close waits for it.
+        side.push_back(Arc::clone(&ticket));
+        drop(line);
+        if goes_along {
+            self.shared.arrived.notify_one();
+        } else {
+            self.shared.carry_out(&ticket);
+        }
+        transfer
+    }
+
+    /// Calls off what nobody has begun, waits for what is under way, and ends the thread. Idempotent.
+    pub fn close(&self) {
+        let mut line = lock(&self.shared.line);
+        line.is_closed = true;
+        let mut left: Vec<_> = line.awaited.drain(..).collect();
+        left.extend(line.others.drain(..));
+        let thread = line.thread.take();
+        drop(line);
+        self.shared.arrived.notify_all();
+        left.retain(|ticket| !ticket.call_off());
+        for ticket in left {
+            ticket.wait(None);
+        }
+        if let Some(thread) = thread {
+            // It catches what panics; there is nothing to hear from it.
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Drop for Queue {
+    fn drop(&mut self) {
+        self.close();
+    }
+}
+
+impl Shared {
+    /// Whether the thread takes such a transfer; it is started for the first one.
+    fn has_thread(self: &Arc<Self>, line: &mut Line, is_awaited: bool) -> bool {
+        let has_room = *line.has_room.get_or_insert_with(|| {
+            self.bucket.is_some()
+                || thread::available_parallelism().is_ok_and(|cores| cores.get() > 1)
+        });
+        if is_awaited && !has_room {
+            return false;
+        }
+        if line.thread.is_none() {
+            let shared = Arc::clone(self);
+            let named = thread::Builder::new().name("lmcache-transfer".into());
+            line.thread = named.spawn(move || shared.serve()).ok();
+        }
+        line.thread.is_some()
+    }
+
+    fn serve(&self) {
+        while let Some(ticket) = self.next() {
+            self.carry_out(&ticket);
+        }
+    }
+
+    fn next(&self) -> Option<Arc<Ticket>> {
+        let mut line = lock(&self.line);
+        loop {
+            if line.is_closed {
+                return None;
+            }
+            let mut tickets = line.awaited.iter().chain(&line.others);
+            if let Some(ticket) = tickets.find(|ticket| ticket.is_waiting()) {
+                return Some(Arc::clone(ticket));
+            }
+            line = sleep(&self.arrived, line);
+        }
+    }
+
+    /// Does a transfer, unless somebody has begun it.
+    fn carry_out(&self, ticket: &Arc<Ticket>) {
+        let Some(work) = ticket.take() else {
+            return;
+        };
+        let pay = self.bucket.as_ref().map(|bucket| |bytes| bucket.pay(bytes));
+        let pay = pay.as_ref().map(|pay| pay as &dyn Fn(usize));
+        // Unwind safety: what was not committed was never visible, and goes back as the work is dropped.
+        let outcome = catch_unwind(AssertUnwindSafe(|| work.carry_out(pay)));
+        ticket.end(outcome.map_err(|panic| text_of(&*panic)));
+        let mut line = lock(&self.line);
+        let is_other = |other: &Arc<Ticket>| !Arc::ptr_eq(other, ticket);
+        line.awaited.retain(is_other);
+        line.others.retain(is_other);
+    }
+}
+
+fn text_of(panic: &(dyn Any + Send)) -> String {
+    let text = panic.downcast_ref::<String>().map(String::as_str);
+    let text = text.or_else(|| panic.downcast_ref::<&str>().copied());
+    text.unwrap_or("no text").into()
+}
+
+/// A transfer under way, or done. Dropping it changes nothing.
+#[derive(Debug)]
+pub struct Transfer {
+    ticket: Arc<Ticket>,
+    shared: Arc<Shared>,
+}
+
+impl Transfer {
+    /// Whether it has ended: its blocks are the engine's again.
+    pub fn is_done(&self) -> bool {
+        matches!(*lock(&self.ticket.stage), Stage::Ended(_))
+    }
+
+    /// Returns once it has ended, or after `timeout`; whether it has. Without a timeout it is done here if
+    /// nobody has begun it.
+    pub fn wait(&self, timeout: Option<Duration>) -> bool {
+        if timeout.is_none() {
+            self.shared.carry_out(&self.ticket);
+        }
+        self.ticket.wait(timeout)
+    }
+
+    /// What it did, or the text of its panic; `None` while it has not ended.
+    pub fn outcome(&self) -> Option<Result<Outcome, String>> {
+        match &*lock(&self.ticket.stage) {
+            Stage::Ended(outcome) => Some(outcome.clone()),
+            Stage::Waiting(_) | Stage::Running => None,
+        }
+    }
+}
+
+#[derive(Debug)]
+struct Ticket {
+    stage: Mutex<Stage>,
+    ended: Condvar,
+}
+
+enum Stage {
+    Waiting(Box<dyn Work>),
+    Running,
+    Ended(Result<Outcome, String>),
+}
+
+impl std::fmt::Debug for Stage {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Waiting(_) => f.write_str("Waiting"),
+            Self::Running => f.write_str("Running"),
+            Self::Ended(outcome) => f.debug_tuple("Ended").field(outcome).finish(),
+        }
+    }
+}
+
+impl Ticket {
+    fn is_waiting(&self) -> bool {
+        matches!(*lock(&self.stage), Stage::Waiting(_))
+    }
+
+    /// The work, which is the caller's from now on.
+    fn take(&self) -> Option<Box<dyn Work>> {
+        let mut stage = lock(&self.stage);
+        match std::mem::replace(&mut *stage, Stage::Running) {
+            Stage::Waiting(work) => Some(work),
+            other => {
+                *stage = other;
+                None
+            }
+        }
+    }
+
+    fn end(&self, outcome: Result<Outcome, String>) {
+        *lock(&self.stage) = Stage::Ended(outcome);
+        self.ended.notify_all();
+    }
+
+    /// Ends what nobody has begun; whether that was so.
+    fn call_off(&self) -> bool {
+        let work = self.take();
+        let is_ours = work.is_some();
+        if let Some(work) = work {
+            let outcome = catch_unwind(AssertUnwindSafe(|| work.call_off()));
+            self.end(outcome.map_err(|panic| text_of(&*panic)));
+        }
+        is_ours
+    }
+
+    fn wait(&self, timeout: Option<Duration>) -> bool {
+        // A time too far away to be named never comes.
+        let until = timeout.and_then(|timeout| Instant::now().checked_add(timeout));
+        let mut stage = lock(&self.stage);
+        while !matches!(*stage, Stage::Ended(_)) {
+            let Some(until) = until else {
+                stage = sleep(&self.ended, stage);
+                continue;
+            };
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return false;
+            }
+            let woken = self.ended.wait_timeout(stage, left);
+            stage = woken.unwrap_or_else(std::sync::PoisonError::into_inner).0;
+        }
+        true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc::{Receiver, Sender, channel};
+
+    use lmcache_memory::local_cpu::LocalCpu;
+
+    use super::*;
+    use crate::layerwise::tests::{Engine, LAYERS, assert_idle, chunks, hashes, pool};
+
+    const BLOCKS: [u32; 4] = [5, 2, 9, 3];
+
+    /// With its thread on any machine; the limit is too high to be felt.
+    fn queue() -> Queue {
+        Queue::new(Some(1 << 50))
+    }
+
+    fn store(cpu: &LocalCpu, engine: &Engine) -> StoreJob {
+        let hashes = hashes(2);
+        StoreJob::begin(cpu, &engine.paged, &chunks(&hashes, &BLOCKS), 0).expect("begins")
+    }
+
+    fn load(cpu: &LocalCpu, engine: &Engine) -> LoadJob {
+        let hashes = hashes(2);
+        LoadJob::begin(cpu, &engine.paged, "r", &chunks(&hashes, &BLOCKS), 0).expect("begins")
+    }
+
+    fn stored(transfer: &Transfer) -> Stored {
+        match transfer.outcome() {
+            Some(Ok(Outcome::Stored(stored))) => stored,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    fn loaded(transfer: &Transfer) -> Loaded {
+        match transfer.outcome() {
+            Some(Ok(Outcome::Loaded(loaded))) => loaded,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    /// Says when it begins, and ends when it is told to.
+    struct Gate {
+        is_awaited: bool,
+        begun: Sender<&'static str>,
+        go: Receiver<()>,
+        name: &'static str,
+    }
+
+    impl Work for Gate {
+        fn bytes(&self) -> usize {
+            1
+        }
+
+        fn is_awaited(&self) -> bool {
+            self.is_awaited
+        }
+
+        fn carry_out(self: Box<Self>, _pay: Option<&dyn Fn(usize)>) -> Outcome {
+            self.begun.send(self.name).expect("the test listens");
+            assert!(self.go.recv().is_ok(), "the gate is broken");
+            Outcome::Stored(Stored::default())
+        }
+
+        fn call_off(self: Box<Self>) -> Outcome {
+            self.begun.send("called off").expect("the test listens");
+            Outcome::Stored(Stored::default())
+        }
+    }
+
+    fn gate(
+        name: &'static str,
+        is_awaited: bool,
+        begun: &Sender<&'static str>,
+    ) -> (Gate, Sender<()>) {
+        let (open, go) = channel();
+        let begun = begun.clone();
+        let gate = Gate {
+            is_awaited,
+            begun,
+            go,
+            name,
+        };
+        (gate, open)
+    }
+
+    #[test]
+    fn what_is_handed_over_is_done_with_and_without_anybody_waiting() {
+        for waits in [true, false] {
+            let (source, target, cpu, queue) = (Engine::new(0), Engine::new(0xa5), pool(), queue());
+            let transfer = queue.begin(store(&cpu, &source));
+            while !(transfer.is_done() || waits && transfer.wait(None)) {
+                thread::yield_now();
+            }
+            assert_eq!(
+                (stored(&transfer).chunks, stored(&transfer).tokens),
+                (2, 16)
+            );
+            assert_eq!(cpu.longest_prefix("ns", &hashes(2)), 2);
+            let transfer = queue.begin(load(&cpu, &target));
+            while !(transfer.is_done() || waits && transfer.wait(None)) {
+                thread::yield_now();
+            }
+            assert_eq!((loaded(&transfer).end, loaded(&transfer).tokens), (16, 16));
+            for layer in 0..LAYERS {
+                for block in BLOCKS {
+                    let bytes = block as usize * 20..block as usize * 20 + 20;
+                    assert_eq!(
+                        target.layer(layer)[bytes.clone()],
+                        source.layer(layer)[bytes]
+                    );
+                }
+            }
+            queue.close();
+            assert_idle(&cpu);
+        }
+    }
+
+    #[test]
+    fn a_chunk_is_seen_only_after_its_copy_and_never_when_cleared_meanwhile() {
+        for clears in [false, true] {
+            let (engine, cpu, queue) = (Engine::new(0), pool(), queue());
+            let (begun, hears) = channel();
+            let (blocker, open) = gate("blocker", false, &begun);
+            let blocker = queue.begin(blocker);
+            assert_eq!(hears.recv(), Ok("blocker"));
+            let transfer = queue.begin(store(&cpu, &engine));
+            assert!(cpu.audit().reserved_bytes > 0, "reserved by the caller");
+            assert_eq!(cpu.longest_prefix("ns", &hashes(2)), 0);
+            assert!(!transfer.is_done() && transfer.outcome().is_none());
+            assert!(!transfer.wait(Some(Duration::from_millis(1))));
+            if clears {
+                cpu.clear();
+            }
+            open.send(()).expect("it waits");
+            assert!(blocker.wait(None) && transfer.wait(Some(Duration::from_secs(60))));
+            let chunks = if clears { 0 } else { 2 };
+            assert_eq!(cpu.longest_prefix("ns", &hashes(2)), chunks);
+            assert_eq!(stored(&transfer).chunks, chunks);
+            drop(queue);
+            assert_idle(&cpu);
+        }
+    }
+
+    #[test]
+    fn a_dropped_handle_ends_nothing_and_leaks_nothing() {
+        let (engine, cpu, queue) = (Engine::new(0), pool(), queue());
+        for _ in 0..50 {
+            drop(queue.begin(store(&cpu, &engine)));
+            while cpu.longest_prefix("ns", &hashes(2)) < 2 {
+                thread::yield_now();
+            }
+            drop(queue.begin(load(&cpu, &engine)));
+            cpu.clear();
+        }
+        drop(queue);
+        assert_idle(&cpu);
+        assert_eq!(cpu.audit().free_bytes, cpu.audit().capacity_bytes);
+    }
+
+    #[test]
+    fn loads_go_before_stores_and_each_kind_in_its_order() {
+        let queue = queue();
+        let (begun, hears) = channel();
+        let names = [
+            ("a", false),
+            ("b", false),
+            ("c", true),
+            ("d", true),
+            ("e", false),
+        ];
+        let mut opens = Vec::new();
+        let mut transfers = Vec::new();
+        for (name, is_awaited) in names {
+            let (work, open) = gate(name, is_awaited, &begun);
+            transfers.push(queue.begin(work));
+            opens.push(open);
+            if name == "a" {
+                assert_eq!(hears.recv(), Ok("a"));
+            }
+        }
+        opens
+            .iter()
+            .for_each(|open| open.send(()).expect("it waits"));
+        let order: Vec<_> = (0..4).map(|_| hears.recv().expect("begins")).collect();
+        assert_eq!(order, ["c", "d", "b", "e"]);
+        assert!(
+            transfers
+                .iter()
+                .all(|transfer| transfer.wait(Some(Duration::from_secs(60))))
+        );
+    }
+
+    #[test]
+    fn who_waits_does_not_wait_for_another_transfer() {
+        let (engine, cpu, queue) = (Engine::new(0), pool(), queue());
+        let (begun, hears) = channel();
+        let (blocker, open) = gate("blocker", true, &begun);
+        let blocker = queue.begin(blocker);
+        assert_eq!(hears.recv(), Ok("blocker"));
+        let transfer = queue.begin(store(&cpu, &engine));
+        assert!(transfer.wait(None));
+        assert_eq!(stored(&transfer).chunks, 2);
+        assert!(!blocker.is_done());
+        open.send(()).expect("it waits");
+        assert!(blocker.wait(None));
+    }
+
+    #[test]
+    fn a_panic_is_the_transfers_outcome_and_the_next_one_is_done() {
+        let (engine, cpu, queue) = (Engine::new(0), pool(), queue());
+        let (begun, hears) = channel();
+        let (broken, open) = gate("broken", true, &begun);
+        let broken = queue.begin(broken);
+        let transfer = queue.begin(store(&cpu, &engine));
+        assert_eq!(hears.recv(), Ok("broken"));
+        drop(open);
+        assert!(broken.wait(None));
+        let outcome = broken.outcome().expect("it ended");
+        assert!(outcome.is_err_and(|text| text.contains("the gate is broken")));
+        assert!(transfer.wait(Some(Duration::from_secs(60))));
+        assert_eq!(stored(&transfer).chunks, 2);
+    }
+
+    #[test]
+    fn a_close_waits_for_what_is_under_way_and_calls_off_the_rest() {
+        let (engine, cpu, queue) = (Engine::new(0), pool(), queue());
+        let (begun, hears) = channel();
+        let (running, open) = gate("running", false, &begun);
+        let running = queue.begin(running);
+        assert_eq!(hears.recv(), Ok("running"));
+        let (stolen, open_stolen) = gate("stolen", false, &begun);
+        let stolen = queue.begin(stolen);
+        let waiting = queue.begin(store(&cpu, &engine));
+        thread::scope(|scope| {
+            scope.spawn(|| stolen.wait(None));
+            assert_eq!(hears.recv(), Ok("stolen"));
+            let closing = scope.spawn(|| queue.close());
+            assert!(waiting.wait(Some(Duration::from_secs(60))));
+            assert_eq!(stored(&waiting), Stored::default());
+            open.send(()).expect("it waits");
+            assert!(running.wait(Some(Duration::from_secs(60))));
+            thread::sleep(Duration::from_millis(5));
+            assert!(!closing.is_finished(), "somebody copies still");
+            open_stolen.send(()).expect("it waits");
+        });
+        assert!(stolen.is_done());
+        assert_idle(&cpu);
+        let late = queue.begin(store(&cpu, &engine));
+        assert!(late.is_done());
+        assert_eq!(stored(&late), Stored::default());
+        queue.close();
+        assert_idle(&cpu);
+    }
+
+    #[test]
+    fn what_moves_nothing_is_done_at_once_and_starts_no_thread() {
+        let (engine, cpu) = (Engine::new(0), pool());
+        crate::flow::store(&cpu, &engine.paged, &chunks(&hashes(2), &BLOCKS), 0).expect("stores");
+        let queue = Queue::new(None);
+        let transfer = queue.begin(store(&cpu, &engine));
+        assert!(transfer.is_done());
+        assert_eq!(stored(&transfer).chunks, 0);
+        assert!(lock(&queue.shared.line).thread.is_none());
+    }
+}
