@@ -18,7 +18,7 @@ PY = $(shell $(PYTHON) scripts/env.py path)/bin/python
 # many interpreters come without.
 CARGO = PYO3_PYTHON="$(PY)" PYO3_BUILD_EXTENSION_MODULE=1 cargo
 PYTHON_CODE := $(wildcard python tests examples scripts benches)
-PYTEST_FOLDERS := $(wildcard tests/unit tests/conformance tests/stateful tests/model)
+PYTEST_FOLDERS := $(wildcard tests/unit tests/conformance tests/stateful tests/model tests/cuda)
 
 .PHONY: help setup demo test bench check wheel gpu soak clean
 .PHONY: test-rust test-python test-vllm test-wheel check-rust check-python installed
@@ -86,14 +86,16 @@ clean: ## remove what was built, and the environments
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	cargo clean
 
-gpu: setup ## run what needs a GPU; one line where there is none
-	@"$(PY)" tests/gpu/run.py
+# GPU_PYTHON= names a Python with a torch that has CUDA and this package; the environment's torch has not.
+gpu: setup ## run what needs a GPU, eight minutes at most; one line where there is none
+	@"$(or $(GPU_PYTHON),$(PY))" tests/gpu/run.py $(if $(IMITATED),--imitated) --json gpu.json
 
 # Long, and never in CI: every end-to-end test with copies layer by layer, of which `make test` runs
 # a choice (tests/vllm/test_layerwise.py), and ten times the schedules.
-soak: installed ## the long tests: every end-to-end test layer by layer, 10^5 random schedules
+soak: installed ## the long tests: every end-to-end test layer by layer, 10^5 random schedules, all GPU suites
 	KV_TEST_LAYERWISE=1 "$(PY)" scripts/e2e.py
 	MODEL_SCHEDULES=100000 "$(PY)" -m pytest tests/model/test_schedules.py
+	CUDA_SUITES=all "$(PY)" -m pytest tests/cuda
 
 # A name that a later release fills.
 .PHONY: compat

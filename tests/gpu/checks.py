@@ -22,7 +22,7 @@ from lmcache_rs.layouts import MemoryFormat
 
 LAYERS, BLOCKS, BLOCK, HEADS, HEAD, CHUNK = 4, 24, 16, 4, 32, 64
 TOKENS = 3 * CHUNK + 17
-# The axes of each layout: K the planes, B blocks, N tokens of a block, H heads, D a head's elements.
+# The axes of each layout: K planes, B blocks, N tokens of a block, H heads, D a head's elements.
 AXES = {
     "split": "KBNHD",
     "split_hnd": "KBHND",
@@ -137,7 +137,7 @@ def scatter(connector: Any, objects: list[Any], slots: torch.Tensor, kvcaches: A
 
 
 def round_trip(world: World, name: str, layout: str, dtype: torch.dtype, head: int) -> None:
-    """Gathers, compares with torch, scatters to other slots, compares again, and looks at the rest."""
+    """Gathers, compares with torch, scatters elsewhere, compares again, and looks at the rest."""
     source, target = caches(world, layout, dtype, head), caches(world, layout, dtype, head, 2)
     before, after = some_slots(3), some_slots(4)
     after[5] = after[100] = -1
@@ -238,10 +238,7 @@ def engine() -> LMCacheEngine:
 
 def late_store(world: World, way: str) -> None:
     """KV that the engine's stream has yet to write when the store is asked for."""
-    cache, values = (
-        caches(world, "split", torch.float32),
-        caches(world, "split", torch.float32, seed=9),
-    )
+    cache, values = (caches(world, "split", torch.float32, seed=seed) for seed in (1, 9))
     target = caches(world, "split", torch.float32, seed=10)
     tokens, slots = list(range(2 * CHUNK)), some_slots(11, 2 * CHUNK)
     with engine() as cached:
@@ -262,10 +259,7 @@ def late_store(world: World, way: str) -> None:
 
 def late_load(world: World, way: str) -> None:
     """A block that an earlier step still reads, a load into it, and a step that reads the load."""
-    source, target = (
-        caches(world, "split", torch.float32),
-        caches(world, "split", torch.float32, seed=12),
-    )
+    source, target = (caches(world, "split", torch.float32, seed=seed) for seed in (1, 12))
     tokens, slots = list(range(2 * CHUNK)), some_slots(13, 2 * CHUNK)
     with engine() as cached:
         cached.store(tokens, kvcaches=source, slot_mapping=slots)
@@ -291,10 +285,7 @@ def late_load(world: World, way: str) -> None:
 
 def block_reuse(world: World) -> None:
     """Blocks that the next step overwrites at once, after a store that nobody waited for."""
-    cache, target = (
-        caches(world, "split", torch.float32),
-        caches(world, "split", torch.float32, seed=14),
-    )
+    cache, target = (caches(world, "split", torch.float32, seed=seed) for seed in (1, 14))
     with engine() as cached:
         cached.register_kv_caches(cache)
         chain = cached.token_database.new_chain()

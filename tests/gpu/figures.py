@@ -1,4 +1,4 @@
-"""What a GPU does in a second: page-locked copies, kernels, and the ways of a copy beside each other."""
+"""What a GPU does in a second: page-locked copies, kernels, and the ways of a copy."""
 
 from __future__ import annotations
 
@@ -32,14 +32,13 @@ def kv(world: World, layout: str, num_blocks: int) -> list[torch.Tensor]:
 
 
 def rates(world: World, paths: list[str], num_tokens: int) -> Iterator[dict[str, Any]]:
-    """GB/s of stores and loads of the engine, by layout and way, beside page-locked copies of torch."""
+    """GB/s of the engine's stores and loads, beside page-locked copies of torch."""
     token_bytes = LAYERS * 2 * HEADS * HEAD * 2
     nbytes = num_tokens * token_bytes
     on_gpu = world.new(torch.zeros(nbytes, dtype=torch.uint8))
     in_host = world.page_locked(nbytes)
     d2h = nbytes / world.seconds(lambda: in_host.copy_(on_gpu, non_blocking=True)) / 1e9
     h2d = nbytes / world.seconds(lambda: on_gpu.copy_(in_host, non_blocking=True)) / 1e9
-    del on_gpu, in_host
     yield {"what": "D2H, page-locked copy of torch", "gb_per_second": d2h}
     yield {"what": "H2D, page-locked copy of torch", "gb_per_second": h2d}
     for layout in ("opaque", "split"):
@@ -80,7 +79,6 @@ def kernels(world: World, num_tokens: int) -> Iterator[dict[str, Any]]:
     layer_bytes = num_tokens * 2 * HEADS * HEAD * 2
     one, other = (world.new(torch.zeros(layer_bytes, dtype=torch.uint8)) for _ in range(2))
     copy = layer_bytes / world.seconds(lambda: other.copy_(one)) / 1e9
-    del one, other
     yield {"what": "copy on the device, torch", "gb_per_second": copy}
     for layout in ("split", "opaque"):
         caches = kv(world, layout, num_tokens // BLOCK)

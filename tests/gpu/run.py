@@ -2,9 +2,9 @@
 
     run.py [--imitated] [--quick] [--json FILE]
 
-Needs this package, with kernels, and a torch that has CUDA; nothing else. `--imitated` runs the same
-over a library that imitates the driver, on any machine with g++: that proves this script, and its
-figures mean nothing. `--quick` leaves out most layouts and element types.
+Needs this package, with kernels, and a torch that has CUDA; nothing else. `--imitated` runs the
+same over a library that imitates the driver, on any machine with g++: that proves this script, and
+its figures mean nothing. `--quick` leaves out most layouts and element types.
 """
 
 from __future__ import annotations
@@ -81,9 +81,7 @@ def no_torch() -> str:
     except ImportError as error:
         return f"{error}; install torch with CUDA and this package's wheel in {sys.executable}"
     if not torch.cuda.is_available():
-        return (
-            f"torch {torch.__version__} has no CUDA; run this script with a Python whose torch has"
-        )
+        return f"torch {torch.__version__} has no CUDA; run this with a Python whose torch has"
     if not _native.build_info()["cuda_kernels"]:
         return f"the package has no kernels ({_native.build_info()['cuda_absent_because']})"
     return ""
@@ -174,7 +172,8 @@ class Report:
         yield "a layer's copy, us      run bytes    runs    engine    kernel  chosen"
         for row in found["paths"]:
             times = f"{row['engine_us']:>9.1f} {row['kernel_us']:>9.1f}"
-            yield f"{row['direction']:<20} {row['run_bytes']:>12} {row['runs']:>7} {times}  {row['chosen']}"
+            size = f"{row['run_bytes']:>12} {row['runs']:>7}"
+            yield f"{row['direction']:<20} {size} {times}  {row['chosen']}"
         yield ""
         yield f"{found['seconds']} s"
         for failure in found["failures"]:

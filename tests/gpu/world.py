@@ -1,4 +1,4 @@
-"""Where the checks run: on a real GPU with torch, or over the imitated driver with tensors of the host."""
+"""Where the checks run: on a GPU, or over the imitated driver with tensors of the host."""
 
 from __future__ import annotations
 
