@@ -30,7 +30,7 @@ LAYERS, BLOCKS, BLOCK, HEADS, HEAD, CHUNK = 3, 24, 4, 2, 8, 8
 META = LMCacheMetadata("m", 1, 0, "float32")
 TOKENS = list(range(16))
 # Long against a copy of a few bytes, short for whoever waits.
-VERY_LATE_US = 2000
+VERY_LATE_US = 5000
 
 
 def settings(**changes: object) -> LMCacheEngineConfig:
@@ -75,9 +75,9 @@ def kv(cache: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
 
 def written_late(imitated: Imitated, cache: list[torch.Tensor], values: list[torch.Tensor]) -> None:
     """The engine's forward pass: its stream has yet to write the layers."""
-    imitated.be_late(VERY_LATE_US)
+    imitated.be_late(0)
     for layer, value in zip(cache, values, strict=True):
-        imitated.engine_writes(layer, value)
+        imitated.engine_writes(layer, value, VERY_LATE_US)
 
 
 # --- a store comes behind the engine, and the engine behind the store ---------------------------
@@ -175,9 +175,9 @@ def test_a_load_overwrites_nothing_that_an_earlier_step_still_reads(
     engine.register_kv_caches(target)
     before = [layer.clone() for layer in target]
     read = [torch.empty_like(layer) for layer in target]
-    imitated.be_late(VERY_LATE_US)
+    imitated.be_late(0)
     for layer, copy in zip(target, read, strict=True):
-        imitated.engine_writes(copy, layer)
+        imitated.engine_writes(copy, layer, VERY_LATE_US)
     if way == "bulk":
         engine.retrieve(TOKENS, kvcaches=target, slot_mapping=slots())
     else:

@@ -27,8 +27,8 @@ void fake_cuda_adopt(void *base, size_t len);
 void fake_cuda_disown(void);
 // Copies, but no kernels, may use memory that was never registered, as a driver lets them.
 void fake_cuda_allow_pageable(int allowed);
-// Has `len` bytes copied on a stream as the engine would, page-locked or not.
-int fake_cuda_engine_copy(void *to, const void *from, size_t len, uintptr_t stream);
+// Has `len` bytes copied on a stream as the engine would, page-locked or not, `late_us` after their turn has come.
+int fake_cuda_engine_copy(void *to, const void *from, size_t len, unsigned late_us, uintptr_t stream);
 // Returns once a stream has nothing left to do.
 void fake_cuda_drain(uintptr_t stream);
 // How often a function was called.

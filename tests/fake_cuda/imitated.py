@@ -110,8 +110,9 @@ class Imitated:
         self._library.fake_cuda_live.restype = ctypes.c_long
         return int(self._library.fake_cuda_live())
 
-    def engine_writes(self, to: torch.Tensor, source: torch.Tensor) -> None:
-        """Has `source` written to `to` when the engine's stream comes to it; both must stay."""
+    def engine_writes(self, to: torch.Tensor, source: torch.Tensor, late_us: int = 0) -> None:
+        """Has `source` written to `to` in the order of the engine's stream, `late_us` after its
+        turn has come; both must stay."""
         assert to.is_contiguous()
         assert source.is_contiguous()
         assert to.nbytes == source.nbytes
@@ -119,6 +120,7 @@ class Imitated:
             ctypes.c_void_p(to.data_ptr()),
             ctypes.c_void_p(source.data_ptr()),
             ctypes.c_size_t(to.nbytes),
+            ctypes.c_uint(late_us),
             ctypes.c_size_t(self.engine_stream),
         )
 

@@ -682,9 +682,12 @@ CONTROL void fake_cuda_allow_pageable(int allowed) {
     driver().pageable = allowed != 0;
 }
 
-CONTROL int fake_cuda_engine_copy(void *to, const void *from, size_t len, uintptr_t stream) {
+CONTROL int fake_cuda_engine_copy(void *to, const void *from, size_t len, unsigned late_us, uintptr_t stream) {
     Guard guard(driver().lock);
-    return give(stream, [=] { std::memmove(to, from, len); });
+    return give(stream, [=] {
+        std::this_thread::sleep_for(std::chrono::microseconds(late_us));
+        std::memmove(to, from, len);
+    });
 }
 
 CONTROL void fake_cuda_drain(uintptr_t stream) {
