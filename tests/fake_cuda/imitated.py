@@ -161,6 +161,6 @@ class _InOrder(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if not sys._getframe(1).f_code.co_filename.startswith(PACKAGE):
+        if not sys._getframe(1).f_code.co_filename.startswith((PACKAGE, __file__)):
             self._imitated.drain()
         return func(*args, **(kwargs or {}))
