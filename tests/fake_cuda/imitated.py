@@ -34,6 +34,7 @@ FLAGS = ["-std=c++17", "-O1", "-fPIC", "-shared", "-fvisibility=hidden", "-pthre
 FLAGS += ["-fno-strict-aliasing", "-Wno-unknown-pragmas"]
 SWITCH = "LMCACHE_RS_LIBCUDA"
 PACKAGE = str(Path(lmcache_rs.__file__).parent)
+TORCH = str(Path(torch.__file__).parent)
 
 
 def build() -> Path:
@@ -161,6 +162,10 @@ class _InOrder(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if not sys._getframe(1).f_code.co_filename.startswith((PACKAGE, __file__)):
+        frame = sys._getframe(1)
+        # Methods that torch has in Python come here through files of its own.
+        while frame.f_back is not None and frame.f_code.co_filename.startswith(TORCH):
+            frame = frame.f_back
+        if not frame.f_code.co_filename.startswith((PACKAGE, __file__)):
             self._imitated.drain()
         return func(*args, **(kwargs or {}))
