@@ -136,6 +136,21 @@ def test_a_block_is_the_engines_again_only_behind_its_store(
         assert torch.equal(layer[:, blocks], was[:, blocks])
 
 
+def test_what_is_found_is_whole(engine: LMCacheEngine, imitated: Imitated) -> None:
+    cache, blocks = caches(1), [3, 4]
+    rows = [layer[:, blocks].reshape(2, 8, HEADS * HEAD).transpose(0, 1) for layer in cache]
+    wanted = torch.stack(rows).contiguous().numpy().tobytes()
+    registered = engine.register_kv_caches(cache)
+    chain = engine.token_database.new_chain()
+    chain.extend(TOKENS[:8])
+    assert engine.local_cpu is not None
+    imitated.be_late(VERY_LATE_US)
+    where = {"chunk_size": CHUNK, "num_tokens": 8, "blocks": blocks}
+    registered.store(engine.local_cpu, "ns", chain.hashes(), wait=True, **where)
+    (found,) = engine.local_cpu.get("ns", chain.hashes())
+    assert found.to_bytes() == wanted
+
+
 @pytest.mark.parametrize("connector", ["bulk", "direct", "staged"])
 def test_a_connectors_store_has_what_the_engine_writes_before_it(
     storage: StorageManager, imitated: Imitated, connector: str
@@ -175,13 +190,15 @@ def test_a_load_overwrites_nothing_that_an_earlier_step_still_reads(
     engine.register_kv_caches(target)
     before = [layer.clone() for layer in target]
     read = [torch.empty_like(layer) for layer in target]
+    # Made now: whatever a test does with torch waits for the engine.
+    where = {"kvcaches": target, "slot_mapping": slots()}
     imitated.be_late(0)
     for layer, copy in zip(target, read, strict=True):
         imitated.engine_writes(copy, layer, VERY_LATE_US)
     if way == "bulk":
-        engine.retrieve(TOKENS, kvcaches=target, slot_mapping=slots())
+        engine.retrieve(TOKENS, **where)  # type: ignore[arg-type]
     else:
-        list(engine.retrieve_layer(TOKENS, kvcaches=target, slot_mapping=slots()))
+        list(engine.retrieve_layer(TOKENS, **where))  # type: ignore[arg-type]
     imitated.drain()
     for was, seen in zip(before, read, strict=True):
         assert torch.equal(was, seen)
