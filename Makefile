@@ -18,7 +18,7 @@ PY = $(shell $(PYTHON) scripts/env.py path)/bin/python
 # many interpreters come without.
 CARGO = PYO3_PYTHON="$(PY)" PYO3_BUILD_EXTENSION_MODULE=1 cargo
 PYTHON_CODE := $(wildcard python tests examples scripts benches)
-PYTEST_FOLDERS := $(wildcard tests/unit tests/conformance tests/stateful tests/model)
+PYTEST_FOLDERS := $(wildcard tests/unit tests/conformance tests/stateful tests/model tests/cuda)
 
 .PHONY: help setup demo test bench check wheel gpu compat soak clean
 .PHONY: test-rust test-python test-vllm test-wheel check-rust check-python installed
@@ -88,15 +88,16 @@ clean: ## remove what was built, and the environments
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	cargo clean
 
-# Prompts, and how often each of them is asked.
-SOAK ?= 200x64
-
-gpu: setup ## run what needs a GPU; one line where there is none
-	@"$(PY)" tests/gpu/run.py
+# GPU_PYTHON= names a Python with a torch that has CUDA and this package; the environment's torch has not.
+gpu: setup ## run what needs a GPU, eight minutes at most; one line where there is none
+	@"$(or $(GPU_PYTHON),$(PY))" tests/gpu/run.py $(if $(IMITATED),--imitated) --json gpu.json
 
 # Never in CI: an environment of its own, made once.
 compat: installed ## run what needs vLLM on the older release that README names
 	@"$(PY)" scripts/compat.py
+
+# Prompts, and how often each of them is asked.
+SOAK ?= 200x64
 
 # Long, and never in CI: every end-to-end test with copies layer by layer, of which `make test` runs
 # a choice (tests/vllm/test_layerwise.py), traffic under constant eviction (tests/vllm/test_soak.py),
@@ -106,6 +107,7 @@ soak: installed ## the long tests: layer by layer, traffic for hours, races, 10^
 	KV_TEST_LAYERWISE=1 "$(PY)" scripts/e2e.py
 	KV_TEST_SOAK=$(SOAK) "$(PY)" -m pytest tests/vllm/test_soak.py --timeout=14400 -s
 	MODEL_SCHEDULES=100000 "$(PY)" -m pytest tests/model/test_schedules.py
+	CUDA_SUITES=all "$(PY)" -m pytest tests/cuda
 	@# A thousand kills, ten thousand power cuts, and a minute of writers at the limit.
 	$(CARGO) test --locked -p lmcache-storage --test local_disk_faults -- --ignored --test-threads 1 </dev/null
 

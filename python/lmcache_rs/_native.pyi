@@ -9,6 +9,14 @@ from typing_extensions import Buffer, disjoint_base
 __all__ = [
     "Chain",
     "Copier",
+    "CudaCache",
+    "CudaDevice",
+    "CudaError",
+    "CudaLayerBuffer",
+    "CudaLayerCopy",
+    "CudaLayerwiseStep",
+    "CudaRopeShift",
+    "CudaTransfer",
     "EventSink",
     "LayerBuffer",
     "LayerCopy",
@@ -22,6 +30,8 @@ __all__ = [
     "RopeShift",
     "Transfer",
     "TransferQueue",
+    "begin_cuda_load",
+    "begin_cuda_store",
     "build_info",
     "checksum",
     "chunk_aligned",
@@ -45,6 +55,33 @@ __all__ = [
     "store",
 ]
 
+def begin_cuda_load(
+    paged: CudaCache,
+    local_cpu: LocalCpu,
+    lookup_id: str,
+    namespace: str,
+    hashes: bytes,
+    *,
+    stream: int,
+    chunk_size: int,
+    num_tokens: int,
+    blocks: Sequence[int] | None = None,
+    slots: Buffer | Sequence[int] | None = None,
+    skip: int = 0,
+) -> CudaTransfer: ...
+def begin_cuda_store(
+    paged: CudaCache,
+    local_cpu: LocalCpu,
+    namespace: str,
+    hashes: bytes,
+    *,
+    stream: int,
+    chunk_size: int,
+    num_tokens: int,
+    blocks: Sequence[int] | None = None,
+    slots: Buffer | Sequence[int] | None = None,
+    first: int = 0,
+) -> CudaTransfer: ...
 def build_info() -> dict[str, str | int]: ...
 def checksum(data: bytes) -> int: ...
 def chunk_aligned(num_false: int, chunk_size: int) -> int: ...
@@ -165,6 +202,202 @@ class LayerCopy:
 class Copier:
     def __new__(cls, bytes_per_second: int | None = None) -> Copier: ...
     def close(self) -> None: ...
+
+class CudaError(RuntimeError): ...
+
+@final
+class CudaDevice:
+    def __new__(cls, ordinal: int = 0) -> CudaDevice: ...
+    @property
+    def capability(self) -> int: ...
+    @property
+    def driver_version(self) -> int: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def num_under_way(self) -> int: ...
+    @property
+    def ordinal(self) -> int: ...
+    def copies(self) -> dict[str, int]: ...
+    def force_path(self, path: str | None = None) -> None: ...
+    def lock_pool(self, local_cpu: LocalCpu) -> tuple[int, str | None]: ...
+    def path(self, storing: bool, runs: int, nbytes: int) -> str: ...
+    def settle(self) -> None: ...
+
+@final
+class CudaCache:
+    @staticmethod
+    def opaque(
+        device: CudaDevice,
+        layers: Sequence[tuple[int, int]],
+        num_blocks: int,
+        *,
+        block_tokens: int,
+        block_bytes: int,
+        block_stride: int,
+        keep_alive: object,
+    ) -> CudaCache: ...
+    @staticmethod
+    def tokens(
+        device: CudaDevice,
+        layers: Sequence[tuple[int, int]],
+        num_blocks: int,
+        *,
+        block_tokens: int,
+        block_stride: int,
+        token_stride: int,
+        planes: int,
+        plane_stride: int,
+        heads: int,
+        head_stride: int,
+        run_bytes: int,
+        keep_alive: object,
+    ) -> CudaCache: ...
+    @property
+    def device(self) -> CudaDevice: ...
+    @property
+    def num_layers(self) -> int: ...
+    def chunk_bytes(self, num_tokens: int) -> int: ...
+    def gather(
+        self,
+        memory_objs: Sequence[MemoryObj],
+        starts: Sequence[int],
+        ends: Sequence[int],
+        slots: Buffer | Sequence[int],
+        stream: int,
+    ) -> int: ...
+    def load(
+        self,
+        local_cpu: LocalCpu,
+        lookup_id: str,
+        namespace: str,
+        hashes: bytes,
+        *,
+        stream: int,
+        chunk_size: int,
+        num_tokens: int,
+        blocks: Sequence[int] | None = None,
+        slots: Buffer | Sequence[int] | None = None,
+        skip: int = 0,
+    ) -> tuple[int, int, int]: ...
+    def scatter(
+        self,
+        memory_objs: Sequence[MemoryObj],
+        starts: Sequence[int],
+        ends: Sequence[int],
+        slots: Buffer | Sequence[int],
+        stream: int,
+    ) -> int: ...
+    def store(
+        self,
+        local_cpu: LocalCpu,
+        namespace: str,
+        hashes: bytes,
+        *,
+        stream: int,
+        chunk_size: int,
+        num_tokens: int,
+        blocks: Sequence[int] | None = None,
+        slots: Buffer | Sequence[int] | None = None,
+        first: int = 0,
+        wait: bool = True,
+    ) -> tuple[int, int, int, int]: ...
+
+_CudaPiece = tuple[MemoryObj | CudaLayerBuffer | Buffer, int, int]
+
+@final
+class CudaLayerBuffer:
+    def __new__(cls, device: CudaDevice, nbytes: int, *, storing: bool) -> CudaLayerBuffer: ...
+    @property
+    def nbytes(self) -> int: ...
+    def load(self, pieces: Sequence[_CudaPiece], offsets: Sequence[int]) -> int: ...
+    def rotate(self, shift: CudaRopeShift) -> None: ...
+    def to_bytes(self) -> bytes: ...
+    def unload(self, pieces: Sequence[_CudaPiece], offsets: Sequence[int]) -> int: ...
+    def zero(self, ranges: Sequence[tuple[int, int]]) -> None: ...
+
+@final
+class CudaLayerCopy:
+    def __new__(
+        cls,
+        paged: CudaCache,
+        starts: Sequence[int],
+        ends: Sequence[int],
+        slots: Buffer | Sequence[int],
+        *,
+        stream: int,
+        storing: bool,
+    ) -> CudaLayerCopy: ...
+    @property
+    def layer_bytes(self) -> list[int]: ...
+    def finish(self) -> None: ...
+    def gather(self, layer: int, pieces: Sequence[_CudaPiece]) -> int: ...
+    def scatter(self, layer: int, pieces: Sequence[_CudaPiece]) -> int: ...
+
+@final
+class CudaRopeShift:
+    def __new__(
+        cls,
+        device: CudaDevice,
+        inv_freq: Sequence[float],
+        old: Buffer | Sequence[int],
+        new: Buffer | Sequence[int],
+        *,
+        interleaved: bool,
+        dtype: str,
+        row_elements: int,
+        heads: int,
+        head_size: int,
+        offset: int,
+    ) -> CudaRopeShift: ...
+
+@final
+class CudaTransfer:
+    def is_done(self) -> bool: ...
+    def outcome(self) -> list[int]: ...
+    def wait(self, timeout_ms: int | None = None) -> bool: ...
+
+@final
+class CudaLayerwiseStep:
+    def __new__(
+        cls,
+        local_cpu: LocalCpu,
+        paged: CudaCache,
+        *,
+        chunk_size: int,
+        stream: int,
+        wait: bool = True,
+    ) -> CudaLayerwiseStep: ...
+    @property
+    def num_layers(self) -> int: ...
+    def add_load(
+        self,
+        lookup_id: str,
+        namespace: str,
+        hashes: bytes,
+        *,
+        num_tokens: int,
+        blocks: Sequence[int] | None = None,
+        slots: Buffer | Sequence[int] | None = None,
+        skip: int = 0,
+        computed_from: int | None = None,
+    ) -> tuple[int, int, int]: ...
+    def add_save(
+        self,
+        namespace: str,
+        hashes: bytes,
+        *,
+        num_tokens: int,
+        blocks: Sequence[int] | None = None,
+        slots: Buffer | Sequence[int] | None = None,
+        first: int = 0,
+    ) -> tuple[int, int, int, int]: ...
+    def close(self) -> None: ...
+    def commit(self) -> list[tuple[int, int, int, int]]: ...
+    def finish_loads(self) -> list[tuple[int, int, int]]: ...
+    def save(self, layer: int) -> None: ...
+    def start_loads(self, copier: Copier | None = None) -> None: ...
+    def wait(self, layer: int) -> None: ...
 
 @final
 class EventSink:

@@ -7,6 +7,7 @@ through `begin_store_chunks` and `begin_load_chunks`, which do not wait for the 
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from lmcache_rs.storage import StorageManager
     from lmcache_rs.token_database import Mask, Tokens
 
+logger = logging.getLogger("lmcache_rs")
 _NO_LOOKUP = ""
 
 
@@ -100,6 +102,9 @@ class LMCacheEngine:
         self._lock = threading.Lock()
         self._closed = False
         self._storage_manager: StorageManager | None = None
+        # What of the pool a GPU reaches by itself; 0 without one.
+        self.page_locked_bytes = 0
+        self._has_warned = False
         self._transfers = _native.TransferQueue()
         self.local_cpu: _native.LocalCpu | None = None
         if config.local_cpu:
@@ -135,6 +140,7 @@ class LMCacheEngine:
 
         Returns:
             Number of tokens newly stored; 0 when all were there. Memory ending early is a success.
+            From a GPU too they are there when it returns.
 
         Raises:
             ValueError, TypeError: The arguments contradict each other or the layout.
@@ -165,8 +171,9 @@ class LMCacheEngine:
         yields None, and there are as many when nothing is stored. A generator that is closed early
         stores nothing.
 
-        Args and errors as for `store`, the latter at the first step; `sync` adds nothing, as copies
-        in host memory are done when their step is.
+        Args and errors as for `store`, the latter at the first step. KV on a GPU is copied behind
+        what torch's current stream had been given by the step, and its blocks must not be written
+        before the last one, which waits for the copies; `sync` adds nothing to that.
         """
         return layerwise.store_layer(
             self, tokens, mask, kvcaches, slot_mapping, extra_keys, request_configs
@@ -184,6 +191,8 @@ class LMCacheEngine:
         req_id: str | None = None,
     ) -> torch.Tensor:
         """Writes the longest stored prefix into the engine's KV tensors.
+
+        On a GPU it returns before that is done, and torch's current stream waits for it.
 
         Args:
             tokens: Token ids of the whole prompt, from its first token on.
@@ -230,11 +239,12 @@ class LMCacheEngine:
         `ret_mask`. There are as many steps when nothing is found. A generator that is closed early
         writes no further layer and gives back what it held.
 
-        Args and errors as for `retrieve`, the latter at the first step; `sync` adds nothing, as
-        copies in host memory are done when their step is.
+        Args and errors as for `retrieve`, the latter at the first step. On a GPU a layer's step
+        lets torch's current stream wait for the layer; with `sync` the last step but one waits
+        itself.
         """
         return layerwise.retrieve_layer(
-            self, tokens, mask, kvcaches, slot_mapping, extra_keys, request_configs, req_id
+            self, tokens, mask, kvcaches, slot_mapping, extra_keys, request_configs, req_id, sync
         )
 
     def lookup(
@@ -307,7 +317,9 @@ class LMCacheEngine:
         with self._lock:
             self._closed = True
             storage_manager = self._storage_manager
-        self._registration = None
+        registration, self._registration = self._registration, None
+        if registration is not None:
+            registration.cache.settle()
         self._transfers.close()
         if storage_manager is not None:
             storage_manager.close()
@@ -358,8 +370,24 @@ class LMCacheEngine:
         metadata = replace(self.metadata, stored_form=stored_form)
         named = replace(self.token_database.identity(own), metadata=metadata)
         namespaces = Namespaces(named)
+        self._lock_pool(registered)
         self._registration = _Registration(identity(kvcaches), registered, namespaces)
         return registered
+
+    def _lock_pool(self, registered: RegisteredCache) -> None:
+        """Page-locks the pool for the GPU of the tensors, with one warning if it cannot."""
+        if registered.device is None or self.local_cpu is None:
+            return
+        self.page_locked_bytes, refusal = registered.device.lock_pool(self.local_cpu)
+        if refusal is not None and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "lmcache_rs: the pool of %d bytes cannot be page-locked (%s); KV is copied by the "
+                "copy engines through the driver's own buffers, which is slow and makes calls "
+                "wait. Make max_local_cpu_size smaller, or raise the limit on locked memory",
+                self.local_cpu.capacity_bytes,
+                refusal,
+            )
 
     @property
     def registered(self) -> RegisteredCache | None:
@@ -369,11 +397,20 @@ class LMCacheEngine:
     def store_chunks(
         self, namespace: str, hashes: bytes, block_ids: Sequence[int], *, first: int = 0
     ) -> Stored:
-        """Stores full chunks that lie in the given blocks; see `store`."""
+        """Stores full chunks that lie in the given blocks; see `store`.
+
+        From a GPU they become visible once their copies are done, which this does not wait for.
+        """
         num_tokens = len(hashes) // HASH_BYTES * self.chunk_size
         registered = self._require_registered().cache
         return self._store(
-            registered, namespace, hashes, num_tokens=num_tokens, blocks=block_ids, first=first
+            registered,
+            namespace,
+            hashes,
+            wait=False,
+            num_tokens=num_tokens,
+            blocks=block_ids,
+            first=first,
         )
 
     def load_chunks(
@@ -403,9 +440,9 @@ class LMCacheEngine:
         registered = self._require_registered().cache
         ticket = None
         if self.local_cpu is not None and not self._closed:
-            ticket = self._transfers.begin_store(
+            ticket = registered.begin_store(
+                self._transfers,
                 self.local_cpu,
-                registered.native,
                 namespace,
                 hashes,
                 chunk_size=self.chunk_size,
@@ -435,9 +472,9 @@ class LMCacheEngine:
             hashes = hashes[: end // self.chunk_size * HASH_BYTES]
         ticket = None
         if self.local_cpu is not None and not self._closed:
-            ticket = self._transfers.begin_load(
+            ticket = registered.begin_load(
+                self._transfers,
                 self.local_cpu,
-                registered.native,
                 lookup_id,
                 namespace,
                 hashes,
@@ -448,12 +485,13 @@ class LMCacheEngine:
             )
         return Transfer(ticket, Loaded, Loaded(skip, 0, 0))
 
-    def layerwise_step(self) -> _native.LayerwiseStep | None:
+    def layerwise_step(self) -> _native.LayerwiseStep | _native.CudaLayerwiseStep | None:
         """Loads and saves of requests that share a forward pass, a layer at a time.
 
-        None if there is nothing to load from and to store in.
+        None if there is nothing to load from and to store in. Saves from a GPU become visible once
+        their copies are done, which a commit does not wait for.
         """
-        return self._layerwise_step(self._require_registered().cache)
+        return self._layerwise_step(self._require_registered().cache, wait=False)
 
     # --- inside -------------------------------------------------------------------------------
 
@@ -524,24 +562,32 @@ class LMCacheEngine:
             ret_mask[skip:loaded_end] = torch.as_tensor(slots[skip:loaded_end]) != -1
         return ret_mask
 
-    def _layerwise_step(self, registered: RegisteredCache) -> _native.LayerwiseStep | None:
+    def _layerwise_step(
+        self, registered: RegisteredCache, *, wait: bool = True
+    ) -> _native.LayerwiseStep | _native.CudaLayerwiseStep | None:
         """A step over these tensors; None if there is no memory to store in."""
         if self.local_cpu is None or self._closed:
             return None
-        return _native.LayerwiseStep(self.local_cpu, registered.native, chunk_size=self.chunk_size)
+        return registered.layerwise_step(self.local_cpu, self.chunk_size, wait=wait)
 
     def _store(
-        self, registered: RegisteredCache, namespace: str, hashes: bytes, **where: Any
+        self,
+        registered: RegisteredCache,
+        namespace: str,
+        hashes: bytes,
+        *,
+        wait: bool = True,
+        **where: Any,
     ) -> Stored:
         if self.local_cpu is None or self._closed:
             return Stored(0, 0, 0, 0)
         return Stored(
-            *_native.store(
+            *registered.store(
                 self.local_cpu,
-                registered.native,
                 namespace,
                 hashes,
                 chunk_size=self.chunk_size,
+                wait=wait,
                 **where,
             )
         )
@@ -559,9 +605,8 @@ class LMCacheEngine:
         if self.local_cpu is None or self._closed:
             return Loaded(skip, 0, 0)
         return Loaded(
-            *_native.load(
+            *registered.load(
                 self.local_cpu,
-                registered.native,
                 lookup_id,
                 namespace,
                 hashes,

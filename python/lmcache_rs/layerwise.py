@@ -54,6 +54,7 @@ def retrieve_layer(
     extra_keys: object,
     request_configs: Mapping[str, Any] | None,
     req_id: str | None,
+    sync: bool,
 ) -> Generator[int | torch.Tensor | None]:
     """N + 3 steps for N layers: the count, a layer each, the end of the copies, `ret_mask`."""
     num_layers, num_tokens = len(kvcaches), len(tokens)
@@ -75,6 +76,8 @@ def retrieve_layer(
             yield None
         for loaded_end, _, _ in [] if step is None else step.finish_loads():
             ret_mask[loaded_end:] = False
+        if sync and asked is not None:
+            asked.registered.settle()
         yield None
         yield ret_mask
     finally:

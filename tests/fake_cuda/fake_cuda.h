@@ -28,6 +28,16 @@ void fake_cuda_limit_registration(size_t len);
 void fake_cuda_price(const char *way, double fixed, double a_piece, double a_byte);
 // Registered host memory lies so far from where the host sees it: a platform with two address spaces.
 void fake_cuda_map_elsewhere(size_t distance);
+// Host memory of the test's counts as the device's from now on; what overlapped it before counts no more.
+void fake_cuda_adopt(void *base, size_t len);
+// None of the test's memory is the device's any more.
+void fake_cuda_disown(void);
+// Copies, but no kernels, may use memory that was never registered, as a driver lets them.
+void fake_cuda_allow_pageable(int allowed);
+// Has `len` bytes copied on a stream as the engine would, page-locked or not, `late_us` after their turn has come.
+int fake_cuda_engine_copy(void *to, const void *from, size_t len, unsigned late_us, uintptr_t stream);
+// Returns once a stream has nothing left to do.
+void fake_cuda_drain(uintptr_t stream);
 // How often a function was called.
 long fake_cuda_calls(const char *call);
 // Streams, events, modules, allocations, registrations and retained contexts that were not given back.

@@ -87,7 +87,8 @@ struct Driver {
     Handle next = 0x1000;
     std::map<Handle, std::shared_ptr<Stream>> streams;
     std::map<Handle, std::shared_ptr<Event>> events;
-    std::map<Address, size_t> device_memory, host_memory;
+    std::map<Address, size_t> device_memory, host_memory, adopted;
+    bool pageable = false;
     std::set<Handle> modules;
     std::map<Handle, std::string> functions;
     std::map<std::string, long> calls;
@@ -106,7 +107,7 @@ struct Driver {
     }
 
     bool knows(Address at, size_t len) const {
-        for (const auto *memory : {&device_memory, &host_memory}) {
+        for (const auto *memory : {&device_memory, &host_memory, &adopted}) {
             auto behind = memory->upper_bound(at);
             if (behind != memory->begin()) {
                 const auto &[base, size] = *std::prev(behind);
@@ -504,7 +505,7 @@ Code fake_free(Address address) {
 
 Code fake_copy(Address to, Address from, size_t len, Handle stream) {
     ENTER("cuMemcpyAsync");
-    if (!d.knows(to, len) || !d.knows(from, len)) {
+    if (!d.pageable && (!d.knows(to, len) || !d.knows(from, len))) {
         return INVALID_VALUE;
     }
     return give(stream, [=] {
@@ -532,7 +533,8 @@ Code fake_copy_batch(Address *to, Address *from, size_t *lens, size_t count, Cop
     std::vector<std::pair<Address, Address>> ends;
     std::vector<size_t> sizes(lens, lens + count);
     for (size_t at = 0; at < count; ++at) {
-        if (!d.knows(to[at], lens[at]) || !d.knows(from[at], lens[at]) || lens[at] == 0) {
+        const bool known = d.pageable || (d.knows(to[at], lens[at]) && d.knows(from[at], lens[at]));
+        if (!known || lens[at] == 0) {
             *failed = at;
             return INVALID_VALUE;
         }
@@ -605,7 +607,22 @@ Code fake_launch(Handle function, unsigned grid_x, unsigned grid_y, unsigned gri
     if (shared || extra) {
         return INVALID_VALUE;
     }
+    const bool is_copy = name.find("kv_transfer") != std::string::npos;
     return give(stream, [=]() mutable {
+        if (is_copy) {
+            // Where the chunks are is known when the stream comes to the table.
+            lmc_paged_copy copy;
+            std::memcpy(&copy, copied.data(), sizeof copy);
+            const auto *chunks = reinterpret_cast<const uint64_t *>(copy.chunks);
+            const uint64_t count = copy.chunk_tokens ? (copy.num_tokens + copy.chunk_tokens - 1) / copy.chunk_tokens : 0;
+            Guard guard(driver().lock);
+            for (uint64_t at = 0; at < count; ++at) {
+                if (chunks[at] && !driver().knows(chunks[at], 1)) {
+                    driver().sticky = 700;
+                    return;
+                }
+            }
+        }
         const unsigned grid[] = {grid_x, grid_y, grid_z}, block[] = {block_x, block_y, block_z};
         void *one[] = {copied.data()};
         if (lmc_emulate(name.c_str(), grid, block, one)) {
@@ -726,6 +743,44 @@ CONTROL void fake_cuda_price(const char *way, double fixed, double a_piece, doub
 }
 
 CONTROL void fake_cuda_map_elsewhere(size_t distance) { driver().elsewhere = distance; }
+
+
+CONTROL void fake_cuda_adopt(void *base, size_t len) {
+    Driver &d = driver();
+    Guard guard(d.lock);
+    const Address at = reinterpret_cast<Address>(base);
+    for (auto memory = d.adopted.begin(); memory != d.adopted.end();) {
+        const bool overlaps = memory->first < at + len && at < memory->first + memory->second;
+        memory = overlaps ? d.adopted.erase(memory) : std::next(memory);
+    }
+    d.adopted[at] = len;
+}
+
+CONTROL void fake_cuda_disown() {
+    Guard guard(driver().lock);
+    driver().adopted.clear();
+}
+
+CONTROL void fake_cuda_allow_pageable(int allowed) {
+    Guard guard(driver().lock);
+    driver().pageable = allowed != 0;
+}
+
+CONTROL int fake_cuda_engine_copy(void *to, const void *from, size_t len, unsigned late_us, uintptr_t stream) {
+    Guard guard(driver().lock);
+    return give(stream, [=] {
+        std::this_thread::sleep_for(std::chrono::microseconds(late_us));
+        std::memmove(to, from, len);
+    });
+}
+
+CONTROL void fake_cuda_drain(uintptr_t stream) {
+    Driver &d = driver();
+    Guard guard(d.lock);
+    if (auto found = stream_of(stream)) {
+        d.changed.wait(guard, [&] { return idle(*found); });
+    }
+}
 
 CONTROL long fake_cuda_calls(const char *call) {
     Guard guard(driver().lock);

@@ -1,20 +1,56 @@
-"""Run what needs a GPU; where there is none, say so in one line and do nothing."""
+"""Run what needs a GPU; where there is none, say so in one line and do nothing.
+
+    run.py [--imitated] [--quick] [--json FILE]
+
+Needs this package, with kernels, and a torch that has CUDA; nothing else. `--imitated` runs the
+same over a library that imitates the driver, on any machine with g++: that proves this script, and
+its figures mean nothing. `--quick` leaves out most layouts and element types.
+"""
 
 from __future__ import annotations
 
+import argparse
 import ctypes
+import json
 import os
+import shutil
 import subprocess
 import sys
+import time
+import traceback
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+# Leaves figures their time within eight minutes.
+CHECK_SECONDS = 240
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--imitated", action="store_true", help="over the imitated driver")
+    parser.add_argument("--quick", action="store_true", help="a choice of the checks")
+    parser.add_argument("--json", type=Path, help="where the report goes")
+    args = parser.parse_args()
+    if args.imitated:
+        return Report(args).run()
     absent = no_gpu()
     if absent:
         print(f"gpu: nothing was run: {absent}")
+        return 0
+    failed = rust_tests()
+    absent = no_torch()
+    if absent:
+        print(f"gpu: the connectors were not run: {absent}")
+        return failed or 1
+    return Report(args).run() or failed
+
+
+def rust_tests() -> int:
+    """The executor's own test on a GPU, where this is a checkout with a toolchain."""
+    if shutil.which("cargo") is None:
+        print("gpu: no cargo here: the Rust test was not run")
         return 0
     command = ["cargo", "test", "--locked", "--package", "lmcache-transfer", "--test", "gpu"]
     environ = os.environ | {"LMCACHE_RS_REQUIRE_CUDA": "1", "PYO3_PYTHON": sys.executable}
@@ -34,6 +70,114 @@ def no_gpu() -> str:
         return f"the CUDA driver does not start (cuInit answers {code})"
     driver.cuDeviceGetCount(ctypes.byref(count))
     return "" if count.value else "the CUDA driver shows no GPU"
+
+
+def no_torch() -> str:
+    """Why Python's torch or this package cannot use the GPU, or nothing."""
+    try:
+        import torch
+
+        from lmcache_rs import _native
+    except ImportError as error:
+        return f"{error}; install torch with CUDA and this package's wheel in {sys.executable}"
+    if not torch.cuda.is_available():
+        return f"torch {torch.__version__} has no CUDA; run this with a Python whose torch has"
+    if not _native.build_info()["cuda_kernels"]:
+        return f"the package has no kernels ({_native.build_info()['cuda_absent_because']})"
+    return ""
+
+
+class Report:
+    """One table and one JSON of what was found."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args = args
+        self._found: dict[str, Any] = {"checks": {}, "failures": [], "figures": [], "paths": []}
+
+    def run(self) -> int:
+        """All checks and figures; 0 if every check held."""
+        sys.path.insert(0, str(Path(__file__).resolve().parent))
+        from world import ImitatedWorld, World
+
+        begun = time.monotonic()
+        world = ImitatedWorld() if self._args.imitated else World()
+        with world.entered():
+            self._found["facts"] = world.facts()
+            self._check(world)
+            self._measure(world)
+        self._found["seconds"] = round(time.monotonic() - begun, 1)
+        self._print()
+        if self._args.json:
+            self._args.json.write_text(json.dumps(self._found, indent=1) + "\n")
+        return 1 if self._found["failures"] else 0
+
+    def _check(self, world: Any) -> None:
+        from checks import all_checks
+
+        until = time.monotonic() + CHECK_SECONDS
+        for number, (group, path, (title, check)) in enumerate(all_checks(["kernel", "engine"])):
+            if self._args.quick and group.endswith("torch indexing") and number % 13:
+                continue
+            counts = self._found["checks"].setdefault(
+                group, {"held": 0, "failed": 0, "left_out": 0}
+            )
+            if time.monotonic() > until:
+                counts["left_out"] += 1
+                continue
+            world.native.force_path(path)
+            try:
+                check(world)
+                counts["held"] += 1
+            except Exception as error:
+                counts["failed"] += 1
+                where = traceback.format_exc(limit=-2)
+                self._found["failures"].append(f"{group}, by {path}: {title}: {error}\n{where}")
+            finally:
+                world.native.force_path(None)
+
+    def _measure(self, world: Any) -> None:
+        import figures
+
+        small = world.is_imitated
+        num_tokens = 1024 if small else 16_384
+        most_bytes = (1 << 20) if small else (256 << 20)
+        paths = ["engine", "kernel"]
+        self._found["figures"] += figures.rates(world, paths, num_tokens)
+        self._found["figures"] += figures.kernels(world, num_tokens)
+        self._found["paths"] += figures.path_table(world, paths, most_bytes)
+
+    def _print(self) -> None:
+        for line in self._lines():
+            print(line)
+
+    def _lines(self) -> Iterator[str]:
+        found, facts = self._found, self._found["facts"]
+        yield f"{facts['gpu']}, driver of CUDA {facts['driver_cuda']}, torch {facts['torch']}"
+        if facts["imitated"]:
+            yield "IMITATED: the checks are meant, the figures are those of no GPU"
+        yield ""
+        for group, counts in found["checks"].items():
+            left_out = f", {counts['left_out']} left out for time" if counts["left_out"] else ""
+            verdict = f"{counts['failed']} FAILED" if counts["failed"] else "none failed"
+            yield f"{group:<44} {counts['held']:>4} held, {verdict}{left_out}"
+        yield ""
+        for figure in found["figures"]:
+            ratios = [
+                f"{figure[key]:.2f} x {key[3:].replace('_', ' ')}"
+                for key in figure
+                if key[:3] == "of_"
+            ]
+            yield f"{figure['what']:<44} {figure['gb_per_second']:>9.2f} GB/s  {' '.join(ratios)}"
+        yield ""
+        yield "a layer's copy, us      run bytes    runs    engine    kernel  chosen"
+        for row in found["paths"]:
+            times = f"{row['engine_us']:>9.1f} {row['kernel_us']:>9.1f}"
+            size = f"{row['run_bytes']:>12} {row['runs']:>7}"
+            yield f"{row['direction']:<20} {size} {times}  {row['chosen']}"
+        yield ""
+        yield f"{found['seconds']} s"
+        for failure in found["failures"]:
+            yield f"\nFAILED {failure}"
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ UNSAFE_ALLOWED = re.compile(
     # region_loom stands in for the region under loom and is in no wheel.
     r"lmcache-memory/src/(region|region_loom|object)\.rs"
     r"|lmcache-transfer/src/(host/.+\.rs|cuda/.+\.rs)"
-    r"|lmcache-python/src/(memory|transfer)\.rs"
+    r"|lmcache-python/src/(memory|transfer|device(_\w+)?)\.rs"
 )
 
 

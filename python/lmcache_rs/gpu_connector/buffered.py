@@ -11,13 +11,11 @@ from lmcache_rs.gpu_connector.layer_view import pieces_of
 from lmcache_rs.gpu_connector.layerwise import (
     VLLMPagedMemLayerwiseGPUConnector,
     checked_spans,
+    finish,
     require_sent,
 )
-from lmcache_rs.gpu_connector.registration import (
-    RegisteredCache,
-    int64_tensor,
-    slots_of,
-)
+from lmcache_rs.gpu_connector.registered import RegisteredCache
+from lmcache_rs.gpu_connector.registration import int64_tensor, slots_of
 from lmcache_rs.gpu_connector.rope import Rope
 from lmcache_rs.layouts import Layout, LayoutError
 
@@ -25,6 +23,9 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = ["VLLMBufferLayerwiseGPUConnector"]
+
+# A `LayerBuffer` or `CudaLayerBuffer`: each takes the pieces and turns of its own kind.
+Buffer = Any
 
 
 class VLLMBufferLayerwiseGPUConnector(VLLMPagedMemLayerwiseGPUConnector):
@@ -84,8 +85,8 @@ class VLLMBufferLayerwiseGPUConnector(VLLMPagedMemLayerwiseGPUConnector):
             starts: The first token of each chunk, an index into `slot_mapping`, ascending.
             ends: One past its last token; not beyond the next start.
             slot_mapping: int64, one slot a token; -1 is skipped.
-            sync: Whether the last step waits for the copies. Copies in host memory are over when
-                their step returns, so that here it makes no difference.
+            sync: Whether the step after the last layer's waits for copies on a GPU; else only
+                torch's current stream does. Copies in host memory are over when their step returns.
             kvcaches: One tensor a layer; None takes those registered before.
             positions: int64, the new position of each token of `slot_mapping`; None: its index.
             cached_positions: For each chunk the positions its keys were stored at, int64, one a
@@ -122,6 +123,8 @@ class VLLMBufferLayerwiseGPUConnector(VLLMPagedMemLayerwiseGPUConnector):
                 # Not held while the caller has its turn: it may be the last to hold them.
                 del views
             else:
+                if sync and iteration == num_layers + 1:
+                    restored.finish()
                 yield
 
     def _ropes(self, num_layers: int) -> Sequence[Rope | None]:
@@ -199,13 +202,18 @@ class _Restored:
             for (_, end), (after, _) in pairwise(self._spans)
             if after > end
         ]
-        self._copy = _native.LayerCopy(
-            registered.native, [0], [last - first], slots_of(slots[first:last].contiguous())
+        self._registered = registered
+        self._copy: Any = registered.layer_copy(
+            [0], [last - first], slots_of(slots[first:last].contiguous()), storing=False
         )
 
-    def buffer(self) -> _native.LayerBuffer:
+    def buffer(self) -> Buffer:
         """Room for one layer."""
-        return _native.LayerBuffer(self._nbytes)
+        return self._registered.layer_buffer(self._nbytes, storing=False)
+
+    def finish(self) -> None:
+        """Returns once the copies are done, and what they held is given back."""
+        finish(self._copy)
 
     def stored_at(self, of_chunks: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Checked positions, one tensor a chunk."""
@@ -235,12 +243,12 @@ class _Restored:
             rows[start:end] = positions
         return rows
 
-    def load(self, layer: int, views: Sequence[Any], buffer: _native.LayerBuffer) -> None:
+    def load(self, layer: int, views: Sequence[Any], buffer: Buffer) -> None:
         """Copies one layer of the chunks to their rows."""
         pieces = pieces_of(views, layer, self._sizes, self._form, writable=False)
         buffer.load(pieces, self._offsets)
 
-    def write(self, layer: int, buffer: _native.LayerBuffer) -> None:
+    def write(self, layer: int, buffer: Buffer) -> None:
         """Writes the rows to their slots."""
         self._copy.scatter(layer, [(buffer, 0, self._nbytes)])
 
@@ -253,14 +261,14 @@ class _Turns:
     ) -> None:
         self._registered = registered
         self._restored = restored
-        self._planned: dict[Rope, _native.RopeShift] = {}
+        self._planned: dict[Rope, _native.RopeShift | _native.CudaRopeShift] = {}
         self._planned_for: tuple[torch.Tensor, ...] = ()
         self.stored: tuple[torch.Tensor, ...] = ()
         for rope in set(ropes):
             # Heads and element type that do not fit are found before the first step.
             rope.shift(registered, restored.new[:0], restored.new[:0])
 
-    def turn(self, rope: Rope | None, buffer: _native.LayerBuffer) -> None:
+    def turn(self, rope: Rope | None, buffer: Buffer) -> None:
         """Turns the keys in the buffer from `stored` to their new positions."""
         if rope is None:
             return

@@ -7,6 +7,11 @@ Both protocols have a fixed number of steps for `N` layers, whatever there is to
   copies a layer, and one more `next` waits for what is still on its way.
 
 A step after the last raises StopIteration, as with any generator, and moves nothing.
+
+KV on a GPU moves on streams of ours, in the order of the stream that is torch's current one when a
+generator begins. A store comes behind what that stream has been given; its blocks must not be
+written, and its objects not be read, before its last step. A load's step lets the stream wait for
+the layer, so that what it is given next finds it there.
 """
 
 from __future__ import annotations
@@ -18,11 +23,8 @@ from typing import TYPE_CHECKING, Any
 from lmcache_rs import _native
 from lmcache_rs.gpu_connector.layer_view import pieces_of
 from lmcache_rs.gpu_connector.paged import PagedConnector
-from lmcache_rs.gpu_connector.registration import (
-    RegisteredCache,
-    int64_tensor,
-    slots_of,
-)
+from lmcache_rs.gpu_connector.registered import RegisteredCache
+from lmcache_rs.gpu_connector.registration import int64_tensor, slots_of
 from lmcache_rs.layouts import Layout
 
 if TYPE_CHECKING:
@@ -41,9 +43,9 @@ class VLLMPagedMemLayerwiseGPUConnector(PagedConnector):
     Args:
         hidden_dim_size: Elements of a token in one plane; checked against the tensors if given.
         num_layers: Layers of a chunk; checked against the tensors if given.
-        use_gpu: Stage each layer in one buffer between the paged memory and the chunks, as a GPU
-            needs it to keep its copies long; without, each chunk is copied by itself. The buffer
-            is where the tensors are: in host memory here.
+        use_gpu: Stage each layer in one buffer between the paged memory and the chunks, which keeps
+            the copies to and from a GPU long; without, each chunk is copied by itself. The buffer
+            is where the tensors are.
         layout: What the axes of the KV tensors mean.
         block_tokens: Tokens of a block, for `opaque`.
     """
@@ -82,8 +84,8 @@ class VLLMPagedMemLayerwiseGPUConnector(PagedConnector):
                 anywhere in it, in any order.
             ends: One past its last token.
             slot_mapping: int64, one slot a token; the rows of tokens at -1 are left as they are.
-            sync: Whether the last step waits for the copies. Copies in host memory are over when
-                their step returns, so that here it makes no difference.
+            sync: Whether the last step waits for the copies. It does in any case: the objects are
+                filled when it returns.
             kvcaches: One tensor a layer; None takes those registered before.
 
         Raises:
@@ -97,13 +99,18 @@ class VLLMPagedMemLayerwiseGPUConnector(PagedConnector):
                 f"memory objects of {len(memory_objs)} layers for KV tensors of "
                 f"{registered.num_layers}; give one list a layer"
             )
-        path = _path(registered, starts, ends, slot_mapping, staged=self.use_gpu)
+        path = _path(registered, starts, ends, slot_mapping, staged=self.use_gpu, storing=True)
         for views in memory_objs[:1]:
             path.require(0, views, writable=True)
-        yield
-        for layer, views in enumerate(memory_objs):
-            path.gather(layer, views)
+        try:
             yield
+            for layer, views in enumerate(memory_objs):
+                path.gather(layer, views)
+                if layer == registered.num_layers - 1:
+                    path.finish()
+                yield
+        finally:
+            path.finish()
 
     def batched_to_gpu(
         self,
@@ -125,7 +132,9 @@ class VLLMPagedMemLayerwiseGPUConnector(PagedConnector):
             starts: The first token of each chunk, an index into `slot_mapping`.
             ends: One past its last token.
             slot_mapping: int64, one slot a token; -1 is skipped.
-            sync: As for `batched_from_gpu`.
+            sync: Whether the last step but one, the one after the last layer's, waits for copies on
+                a GPU; else only torch's current stream does. Copies in host memory are over when
+                their step returns.
             kvcaches: One tensor a layer; None takes those registered before.
 
         Raises:
@@ -133,13 +142,15 @@ class VLLMPagedMemLayerwiseGPUConnector(PagedConnector):
                 objects where a layer is due.
         """
         registered = self._registered_with(kvcaches)
-        path = _path(registered, starts, ends, slot_mapping, staged=self.use_gpu)
+        path = _path(registered, starts, ends, slot_mapping, staged=self.use_gpu, storing=False)
         for layer in range(registered.num_layers):
             views = yield
             path.scatter(layer, require_sent(layer, views))
             # Not held while the caller has its turn: it may be the last to hold them.
             del views
         yield
+        if sync:
+            path.finish()
         yield
 
 
@@ -163,9 +174,19 @@ def _path(
     slot_mapping: torch.Tensor | Sequence[int],
     *,
     staged: bool,
+    storing: bool,
 ) -> DirectPath | StagedPath:
     path = StagedPath if staged else DirectPath
-    return path(registered, starts, ends, slot_mapping)
+    return path(registered, starts, ends, slot_mapping, storing=storing)
+
+
+Copy = _native.LayerCopy | _native.CudaLayerCopy
+
+
+def finish(copy: Copy) -> None:
+    """Returns once the copies are done, and what they held is given back."""
+    if isinstance(copy, _native.CudaLayerCopy):
+        copy.finish()
 
 
 class DirectPath:
@@ -177,10 +198,13 @@ class DirectPath:
         starts: Sequence[int],
         ends: Sequence[int],
         slot_mapping: torch.Tensor | Sequence[int],
+        *,
+        storing: bool,
     ) -> None:
         self._form = registered.form
-        self._copy = _native.LayerCopy(registered.native, starts, ends, slots_of(slot_mapping))
-        self._sizes = self._copy.layer_bytes
+        slots = slots_of(slot_mapping)
+        self._copy: Any = registered.layer_copy(starts, ends, slots, storing=storing)
+        self._sizes: list[int] = self._copy.layer_bytes
 
     def require(self, layer: int, views: Sequence[Any], *, writable: bool) -> None:
         """Raises what moving these objects would raise for what they are."""
@@ -196,6 +220,10 @@ class DirectPath:
         pieces = pieces_of(views, layer, self._sizes, self._form, writable=False)
         self._copy.scatter(layer, pieces)
 
+    def finish(self) -> None:
+        """Returns once the copies are done, and what they held is given back."""
+        finish(self._copy)
+
 
 class StagedPath:
     """All chunks of a layer through one buffer, in which they lie side by side."""
@@ -206,6 +234,8 @@ class StagedPath:
         starts: Sequence[int],
         ends: Sequence[int],
         slot_mapping: torch.Tensor | Sequence[int],
+        *,
+        storing: bool,
     ) -> None:
         import torch
 
@@ -217,10 +247,10 @@ class StagedPath:
         self._has_holes = bool((of_chunks == -1).any())
         self._sizes = [registered.layer_bytes(len(span)) for span in spans]
         *self._offsets, self._nbytes = accumulate(self._sizes, initial=0)
-        self._copy = _native.LayerCopy(
-            registered.native, [0], [len(of_chunks)], slots_of(of_chunks)
+        self._copy: Any = registered.layer_copy(
+            [0], [len(of_chunks)], slots_of(of_chunks), storing=storing
         )
-        self._buffer = _native.LayerBuffer(self._nbytes)
+        self._buffer: Any = registered.layer_buffer(self._nbytes, storing=storing)
 
     def require(self, layer: int, views: Sequence[Any], *, writable: bool) -> None:
         """Raises what moving these objects would raise for what they are."""
@@ -239,6 +269,10 @@ class StagedPath:
         pieces = pieces_of(views, layer, self._sizes, self._form, writable=False)
         self._buffer.load(pieces, self._offsets)
         self._copy.scatter(layer, [(self._buffer, 0, self._nbytes)])
+
+    def finish(self) -> None:
+        """Returns once the copies are done, and what they held is given back."""
+        finish(self._copy)
 
 
 def checked_spans(

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from lmcache_rs import _native
-from lmcache_rs.gpu_connector.registration import RegisteredCache, identity, register, slots_of
+from lmcache_rs.gpu_connector.registered import RegisteredCache
+from lmcache_rs.gpu_connector.registration import identity, register, slots_of
 from lmcache_rs.layouts import Layout, LayoutError, require_layout
 
 if TYPE_CHECKING:
@@ -85,6 +86,9 @@ class PagedConnector:
 class VLLMPagedMemGPUConnectorV2(PagedConnector):
     """Moves memory objects between host memory and an engine's paged KV, all layers at once.
 
+    KV on a GPU is copied by streams of ours, in the order of torch's current stream: behind what
+    that has been given, and before what it is given next.
+
     Args:
         hidden_dim_size: Elements of a token in one plane; checked against the tensors if given.
         num_layers: Layers of a chunk; checked against the tensors if given.
@@ -119,7 +123,7 @@ class VLLMPagedMemGPUConnectorV2(PagedConnector):
         """
         registered = self._take(memory_objs, kvcaches)
         slots = slots_of(slot_mapping)
-        return _native.gather(registered.native, memory_objs, starts, ends, slots)
+        return registered.gather(memory_objs, starts, ends, slots)
 
     def batched_to_gpu(
         self,
@@ -136,7 +140,7 @@ class VLLMPagedMemGPUConnectorV2(PagedConnector):
         """
         registered = self._take(memory_objs, kvcaches)
         slots = slots_of(slot_mapping)
-        return _native.scatter(registered.native, memory_objs, starts, ends, slots)
+        return registered.scatter(memory_objs, starts, ends, slots)
 
     def _take(
         self,

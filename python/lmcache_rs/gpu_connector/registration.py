@@ -10,10 +10,11 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lmcache_rs import _native
+from lmcache_rs.gpu_connector import residence
+from lmcache_rs.gpu_connector.registered import RegisteredCache
 from lmcache_rs.layouts import (
     Layout,
     LayoutError,
@@ -34,49 +35,6 @@ logger = logging.getLogger("lmcache_rs")
 _TRIED_SLOTS = 6
 
 
-@dataclass(frozen=True)
-class RegisteredCache:
-    """An engine's KV tensors, registered for copies.
-
-    Args:
-        native: The registration; keeps the tensors alive.
-        layout: How they are copied: the layout asked for, or `opaque` where that one failed.
-        layout_id: Everything about the form that decides a chunk's bytes, as text.
-        form: The form of a chunk.
-        block_tokens: Tokens of a block.
-        num_blocks: Blocks of each layer.
-        heads: Heads of a token in one plane; 1 where they are not told apart.
-        fallback_reason: Why the layout asked for is not the one in use, if so.
-    """
-
-    native: _native.PagedCache
-    layout: Layout
-    layout_id: str
-    form: StoredForm
-    block_tokens: int
-    num_blocks: int
-    heads: int = 1
-    fallback_reason: str | None = None
-
-    @property
-    def num_layers(self) -> int:
-        """Registered layers."""
-        return self.form.num_layers
-
-    def layer_bytes(self, num_tokens: int) -> int:
-        """Bytes of one layer of so many tokens.
-
-        Raises:
-            ValueError: The tokens are no whole number of opaque blocks.
-        """
-        return self.native.chunk_bytes(num_tokens) // self.num_layers
-
-    @property
-    def kv_dtype(self) -> str:
-        """Element type, without the `torch.` prefix."""
-        return self.form.dtype
-
-
 def register(
     kvcaches: Sequence[torch.Tensor],
     layout: Layout,
@@ -89,13 +47,14 @@ def register(
     The trial overwrites a few blocks and restores them: nothing else may use the tensors meanwhile.
 
     Args:
-        kvcaches: The layers' tensors, in host memory.
+        kvcaches: The layers' tensors, in host memory or all on one GPU.
         layout: What their axes mean; see docs/layouts.md.
         block_tokens: Tokens of a block; needed for `opaque`, whose tensors do not show it.
         copy_threads: How many threads a large copy may use, the caller's own included; unset: four.
 
     Raises:
-        LayoutError: The tensors differ, are not in host memory, or cannot have this layout.
+        LayoutError: The tensors differ, are elsewhere, or cannot have this layout.
+        CudaError: They are on a GPU, and its driver cannot be used; the text says what to change.
     """
     require_layout(layout)
     _require_alike(kvcaches)
@@ -124,10 +83,16 @@ def _require_alike(kvcaches: Sequence[torch.Tensor]) -> None:
     if not len(kvcaches):
         raise LayoutError("no KV tensor given; give one a layer")
     first = kvcaches[0]
+    where = residence.of(first)
+    if where.device_type not in ("cpu", "cuda"):
+        raise LayoutError(
+            f"layer 0 is on {first.device}; KV is copied in host memory and on CUDA GPUs only"
+        )
     for number, tensor in enumerate(kvcaches):
-        if tensor.device.type != "cpu":
+        if residence.of(tensor)[:2] != where[:2]:
             raise LayoutError(
-                f"layer {number} is on {tensor.device}; this version copies KV in host memory only"
+                f"layer {number} is on {tensor.device}, layer 0 on {first.device}; all layers must "
+                "be on one device"
             )
         alike = (tensor.shape, tensor.stride(), tensor.dtype)
         if alike != (first.shape, first.stride(), first.dtype):
@@ -141,9 +106,11 @@ def _register_tokens(
     kvcaches: Sequence[torch.Tensor], layout: Layout, axes: TokenAxes, copy_threads: int | None
 ) -> RegisteredCache:
     element = kvcaches[0].element_size()
-    native = _native.PagedCache.tokens(
-        _address_ranges(kvcaches),
+    native = _registered(
+        kvcaches,
+        "tokens",
         axes.num_blocks,
+        copy_threads,
         block_tokens=axes.block_tokens,
         block_stride=axes.block_stride * element,
         token_stride=axes.token_stride * element,
@@ -152,8 +119,6 @@ def _register_tokens(
         heads=axes.heads,
         head_stride=axes.head_stride * element,
         run_bytes=axes.head_size * element,
-        keep_alive=_owners(kvcaches),
-        copy_threads=copy_threads,
     )
     form = StoredForm(
         fmt=axes.stored_format,
@@ -162,8 +127,37 @@ def _register_tokens(
         dtype=_dtype_name(kvcaches[0]),
     )
     return RegisteredCache(
-        native, layout, axes.layout_id, form, axes.block_tokens, axes.num_blocks, axes.heads
+        native,
+        layout,
+        axes.layout_id,
+        form,
+        axes.block_tokens,
+        axes.num_blocks,
+        axes.heads,
+        tensor=kvcaches[0],
     )
+
+
+def _registered(
+    kvcaches: Sequence[torch.Tensor],
+    kind: str,
+    num_blocks: int,
+    copy_threads: int | None,
+    **numbers: int,
+) -> _native.PagedCache | _native.CudaCache:
+    """The native registration, where the tensors are."""
+    where = residence.of(kvcaches[0])
+    ranges, owners = _address_ranges(kvcaches), _owners(kvcaches)
+    if where.device_type == "cuda":
+        device = _native.CudaDevice(where.ordinal)
+        on_gpu = getattr(_native.CudaCache, kind)
+        native: _native.CudaCache = on_gpu(device, ranges, num_blocks, keep_alive=owners, **numbers)
+        return native
+    in_host = getattr(_native.PagedCache, kind)
+    paged: _native.PagedCache = in_host(
+        ranges, num_blocks, keep_alive=owners, copy_threads=copy_threads, **numbers
+    )
+    return paged
 
 
 def _fall_back(
@@ -207,14 +201,14 @@ def _register_opaque(
             "contiguous"
         )
     element = first.element_size()
-    native = _native.PagedCache.opaque(
-        _address_ranges(kvcaches),
+    native = _registered(
+        kvcaches,
+        "opaque",
         num_blocks,
+        copy_threads,
         block_tokens=block_tokens,
         block_bytes=first[0].numel() * element,
         block_stride=first.stride(0) * element,
-        keep_alive=_owners(kvcaches),
-        copy_threads=copy_threads,
     )
     form = StoredForm(
         fmt=MemoryFormat.OPAQUE,
@@ -232,6 +226,7 @@ def _register_opaque(
         block_tokens,
         num_blocks,
         fallback_reason=reason,
+        tensor=first,
     )
     _try_blocks(registered, kvcaches)
     return registered
@@ -301,16 +296,15 @@ def _try_tokens(
                 view[block_ids] = blocks
             expected = torch.stack([blocks[rows(sources)] for blocks in noise])
             scratch = _scratch(registered, len(sources))
-            _native.gather(registered.native, [scratch], [0], [len(sources)], slots_of(sources))
-            if scratch.to_bytes() != expected.numpy().tobytes():
+            registered.gather([scratch], [0], [len(sources)], slots_of(sources))
+            if scratch.to_bytes() != expected.cpu().numpy().tobytes():
                 raise LayoutError("gathered tokens are not what the tensor has at their slots")
             if not len(targets):
                 return
             scratch = _scratch(registered, len(targets))
-            _native.gather(
-                registered.native, [scratch], [0], [len(targets)], slots_of(sources[: len(targets)])
-            )
-            _native.scatter(registered.native, [scratch], [0], [len(targets)], slots_of(targets))
+            registered.gather([scratch], [0], [len(targets)], slots_of(sources[: len(targets)]))
+            registered.scatter([scratch], [0], [len(targets)], slots_of(targets))
+            registered.settle()
             for view, blocks, layer in zip(views, noise, expected, strict=True):
                 blocks[rows(targets)] = layer[: len(targets)]
                 if not torch.equal(view[block_ids], blocks):
@@ -341,17 +335,12 @@ def _try_blocks(registered: RegisteredCache, kvcaches: Sequence[torch.Tensor]) -
             expected = [[block.clone() for block in layer] for layer in views]
             scratch = _scratch(registered, tokens)
             slots = torch.arange(tokens)
-            _native.gather(
-                registered.native, [scratch], [0], [tokens], slots_of(slots + source * tokens)
-            )
-            if (
-                scratch.to_bytes()
-                != torch.stack([layer[0] for layer in expected]).numpy().tobytes()
-            ):
+            registered.gather([scratch], [0], [tokens], slots_of(slots + source * tokens))
+            gathered = torch.stack([layer[0] for layer in expected])
+            if scratch.to_bytes() != gathered.cpu().numpy().tobytes():
                 raise LayoutError("a gathered block is not what the tensor has there")
-            _native.scatter(
-                registered.native, [scratch], [0], [tokens], slots_of(slots + target * tokens)
-            )
+            registered.scatter([scratch], [0], [tokens], slots_of(slots + target * tokens))
+            registered.settle()
             for layer, wanted in zip(views, expected, strict=True):
                 wanted[-1] = wanted[0]
                 if not all(map(torch.equal, layer, wanted)):

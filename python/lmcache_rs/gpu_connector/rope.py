@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lmcache_rs import _native
-from lmcache_rs.gpu_connector.registration import RegisteredCache, slots_of
+from lmcache_rs.gpu_connector.registered import RegisteredCache
+from lmcache_rs.gpu_connector.registration import slots_of
 from lmcache_rs.layouts import MemoryFormat
 
 if TYPE_CHECKING:
@@ -118,7 +119,7 @@ class Rope:
 
     def shift(
         self, registered: RegisteredCache, stored: torch.Tensor, new: torch.Tensor
-    ) -> _native.RopeShift:
+    ) -> _native.RopeShift | _native.CudaRopeShift:
         """The turn of one row a token in the stored form of these tensors.
 
         Args:
@@ -127,7 +128,7 @@ class Rope:
             new: int64 positions that they get.
 
         Raises:
-            ValueError: Heads, element type or positions do not fit.
+            ValueError: Heads, element type or positions do not fit; on a GPU float64 does not.
         """
         form = registered.form
         head_size = form.hidden // registered.heads
@@ -135,7 +136,7 @@ class Rope:
         if offset is None:
             is_latent = form.fmt is MemoryFormat.KV_MLA_FMT
             offset = max(0, head_size - self.rotary_dim) if is_latent else 0
-        return _native.RopeShift(
+        return registered.rope_shift(
             self.inv_freq,
             slots_of(stored),
             slots_of(new),

@@ -37,7 +37,7 @@ class LayerwiseStep:
     def __init__(
         self,
         metadata: LMCacheConnectorMetadata,
-        native: _native.LayerwiseStep | None,
+        native: _native.LayerwiseStep | _native.CudaLayerwiseStep | None,
         chunk_size: int,
         faults: Faults,
     ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from lmcache_rs import _native
 from lmcache_rs.config import LMCacheEngineConfig, disabled_by_environment
 from lmcache_rs.layouts import LayoutError
 from lmcache_rs.vllm_v1 import compat, events, metrics, model_identity
@@ -174,6 +175,11 @@ class LMCacheManager:
             raise compat.UnsupportedEngineError(
                 f"lmcache_rs cannot copy this engine's KV: {error}; or start vLLM without this "
                 "connector"
+            ) from error
+        except _native.CudaError as error:
+            raise compat.UnsupportedEngineError(
+                f"lmcache_rs cannot copy KV on this engine's GPU: {error}; or start vLLM without "
+                "this connector"
             ) from error
         except Exception as error:
             self._degrade("register_kv_caches", error)

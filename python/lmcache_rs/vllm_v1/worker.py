@@ -195,7 +195,8 @@ class LMCacheWorkerHalf:
         """How KV is copied, in words."""
         registered = self._engine and self._engine.registered
         by_token = registered and registered.layout != "opaque"
-        return "copied token by token" if by_token else "copied in whole blocks"
+        plan = "copied token by token" if by_token else "copied in whole blocks"
+        return f"{plan} {registered.copy_path}" if registered else plan
 
     def capacity(self) -> tuple[int, int]:
         """The pool in bytes, and in tokens of this model."""
@@ -541,7 +542,17 @@ class LMCacheWorkerHalf:
     def counters(self) -> dict[str, Any]:
         """What has happened since the start."""
         self._saves.collect()
-        return {**self._counts, "hashed_bytes": _native.hashed_bytes()}
+        registered = self._engine and self._engine.registered
+        counters = {**self._counts, "hashed_bytes": _native.hashed_bytes()}
+        if self._engine is None or not registered:
+            return counters
+        counters["copy_path"] = registered.copy_path
+        if registered.device is not None:
+            counters["page_locked_bytes"] = self._engine.page_locked_bytes
+            counters["copies_under_way"] = registered.device.num_under_way
+            for path, count in registered.device.copies().items():
+                counters[f"copies_by_{path}"] = count
+        return counters
 
     def memory_stats(self) -> Mapping[str, int]:
         """The books of the pool, walked entry by entry."""

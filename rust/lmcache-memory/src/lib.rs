@@ -8,6 +8,8 @@ pub mod error;
 pub mod events;
 mod lease;
 pub mod local_cpu;
+#[cfg(not(lmcache_loom))]
+pub mod mapped;
 pub mod object;
 #[cfg_attr(lmcache_loom, path = "region_loom.rs")]
 pub mod region;

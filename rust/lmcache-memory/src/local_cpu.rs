@@ -131,6 +131,13 @@ impl LocalCpu {
         self.0.capacity
     }
 
+    /// The pool's memory as a whole; `None` once the store is closed.
+    #[cfg(not(lmcache_loom))]
+    pub fn mapped(&self) -> Option<crate::mapped::Mapped> {
+        let bank = self.0.lock().bank.clone();
+        bank.map(|bank| crate::mapped::Mapped::new(&bank))
+    }
+
     /// Makes room for those of the chunks that are neither stored nor being written.
     ///
     /// `hashes` is the prompt's chain from its first chunk on: all of it counts as used, and none of it is

@@ -7,14 +7,20 @@
 //!
 //! The bytes of an object go back by themselves when its last handle is dropped; there is no count to keep.
 
+#[cfg(not(lmcache_loom))]
+use std::any::Any;
 use std::fmt;
 use std::ptr;
 use std::slice;
+#[cfg(not(lmcache_loom))]
+use std::sync::OnceLock;
 
 use lmcache_core::extent::Extent;
 use lmcache_core::hot_cache::IndexKey;
 
 use crate::local_cpu::Ticket;
+#[cfg(not(lmcache_loom))]
+use crate::mapped::Mapped;
 use crate::region::Region;
 use crate::sync::{self, Arc, AtomicU32, Mutex, Ordering, Weak};
 
@@ -24,13 +30,18 @@ use crate::sync::{self, Arc, AtomicU32, Mutex, Ordering, Weak};
 /// taken inside no other: a handle may be dropped anywhere, by any thread.
 #[derive(Debug)]
 pub(crate) struct Bank {
-    region: Region,
+    /// Dropped first: what is said of the memory ends before the memory.
+    #[cfg(not(lmcache_loom))]
+    pub(crate) attached: OnceLock<Box<dyn Any + Send + Sync>>,
+    pub(crate) region: Region,
     returned: Mutex<Vec<Extent>>,
 }
 
 impl Bank {
     pub(crate) fn new(region: Region) -> Self {
         Self {
+            #[cfg(not(lmcache_loom))]
+            attached: OnceLock::new(),
             region,
             returned: Mutex::new(Vec::new()),
         }
@@ -97,6 +108,12 @@ impl ChunkMut {
         // SAFETY: the store carved the extent from this region. The piece owns it alone, `&mut self` makes this borrow exclusive, and the bank
         // keeps the mapping alive. Touched pages of a memfd are initialised memory.
         unsafe { slice::from_raw_parts_mut(self.piece.write_ptr(), self.piece.len) }
+    }
+
+    /// The pool's memory that the bytes are part of.
+    #[cfg(not(lmcache_loom))]
+    pub fn mapped(&self) -> Mapped {
+        Mapped::new(&self.piece.bank)
     }
 
     /// Size in bytes.
@@ -193,6 +210,12 @@ impl MemoryObj {
         // bytes are never written again: the only writer gave up its `ChunkMut`, and the
         // extent goes to another one only after the last handle, this one included, is dropped.
         unsafe { slice::from_raw_parts(piece.read_ptr(), piece.len) }
+    }
+
+    /// The pool's memory that the bytes are part of.
+    #[cfg(not(lmcache_loom))]
+    pub fn mapped(&self) -> Mapped {
+        Mapped::new(&self.0.piece.bank)
     }
 
     /// Size in bytes.

@@ -2,9 +2,17 @@
 
 use lmcache_core::error::CoreError;
 use lmcache_memory::error::MemoryError;
+use lmcache_transfer::cuda;
 use lmcache_transfer::error::TransferError;
-use pyo3::PyErr;
 use pyo3::exceptions::{PyMemoryError, PyOSError, PyRuntimeError, PyValueError};
+use pyo3::{PyErr, create_exception};
+
+create_exception!(
+    lmcache_rs._native,
+    CudaError,
+    PyRuntimeError,
+    "The CUDA driver is missing, too old or without a kernel of ours, or refused a call, or reports a failure."
+);
 
 /// An error of any of our crates on its way to Python.
 #[derive(Debug)]
@@ -12,6 +20,7 @@ pub(crate) enum NativeError {
     Core(CoreError),
     Memory(MemoryError),
     Transfer(TransferError),
+    Cuda(cuda::error::CudaError),
     Lookup(String),
     Disk(String),
     /// A handle is used in a process that did not make it.
@@ -32,6 +41,18 @@ impl From<NativeError> for PyErr {
         match error {
             NativeError::Core(error) => PyValueError::new_err(error.to_string()),
             NativeError::Transfer(error) => PyValueError::new_err(error.to_string()),
+            NativeError::Cuda(error) => match error {
+                cuda::error::CudaError::Plan(_)
+                | cuda::error::CudaError::Asked(_)
+                | cuda::error::CudaError::ChunkSize { .. }
+                | cuda::error::CudaError::TooManyRuns { .. } => {
+                    PyValueError::new_err(error.to_string())
+                }
+                cuda::error::CudaError::HostMemory { .. } => {
+                    PyMemoryError::new_err(error.to_string())
+                }
+                _ => CudaError::new_err(error.to_string()),
+            },
             NativeError::Memory(
                 error @ (MemoryError::TooSmall { .. } | MemoryError::ForeignMemory),
             ) => PyValueError::new_err(error.to_string()),
@@ -60,4 +81,5 @@ macro_rules! from_crate_error {
     )*};
 }
 
-from_crate_error!(CoreError => Core, MemoryError => Memory, TransferError => Transfer);
+from_crate_error!(CoreError => Core, MemoryError => Memory, TransferError => Transfer,
+    cuda::error::CudaError => Cuda);

@@ -233,7 +233,11 @@ impl Drop for Staged {
 
 /// `(memory, offset, nbytes)`: a part of a memory object, of a layer buffer, or of any other buffer of bytes.
 #[derive(FromPyObject)]
-pub(crate) struct Piece<'py>(Bound<'py, PyAny>, usize, usize);
+pub(crate) struct Piece<'py>(
+    pub(crate) Bound<'py, PyAny>,
+    pub(crate) usize,
+    pub(crate) usize,
+);
 
 /// A piece's memory while a call uses it.
 enum Held {
@@ -333,12 +337,12 @@ fn held(
     held.collect()
 }
 
-fn place(offset: usize, nbytes: usize, available: usize) -> Option<Range<usize>> {
+pub(crate) fn place(offset: usize, nbytes: usize, available: usize) -> Option<Range<usize>> {
     let end = offset.checked_add(nbytes)?;
     (end <= available).then_some(offset..end)
 }
 
-fn outside(offset: usize, nbytes: usize, available: usize) -> PyErr {
+pub(crate) fn outside(offset: usize, nbytes: usize, available: usize) -> PyErr {
     PyValueError::new_err(format!(
         "{nbytes} bytes from byte {offset} on are not within memory of {available} bytes"
     ))

@@ -1,6 +1,9 @@
 //! The extension module `lmcache_rs._native`: a list of exports. It marshals and decides nothing.
 
 mod background;
+mod device;
+mod device_layers;
+mod device_transfer;
 mod errors;
 mod events;
 mod gate;
@@ -20,6 +23,14 @@ mod transfer;
 mod _native {
     #[pymodule_export]
     use crate::background::{Transfer, TransferQueue};
+    #[pymodule_export]
+    use crate::device::{CudaCache, CudaDevice, CudaLayerwiseStep};
+    #[pymodule_export]
+    use crate::device_layers::{CudaLayerBuffer, CudaLayerCopy, CudaRopeShift};
+    #[pymodule_export]
+    use crate::device_transfer::{CudaTransfer, begin_cuda_load, begin_cuda_store};
+    #[pymodule_export]
+    use crate::errors::CudaError;
     #[pymodule_export]
     use crate::events::EventSink;
     #[pymodule_export]

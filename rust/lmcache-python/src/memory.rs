@@ -4,12 +4,14 @@ use std::collections::HashSet;
 use std::ffi::{c_int, c_void};
 use std::ptr;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::thread;
 use std::time::Duration;
 
 use lmcache_core::hot_cache::Policy;
 use lmcache_memory::error::MemoryError;
 use lmcache_memory::local_cpu;
+use lmcache_memory::mapped::Mapped;
 use lmcache_memory::object::{self, ChunkMut};
 use pyo3::exceptions::PyBufferError;
 use pyo3::ffi;
@@ -136,7 +138,7 @@ impl LocalCpu {
     /// Whether this pool gave the memory, which is writable or sealed.
     fn owns(&self, memory_obj: &MemoryObj) -> PyResult<bool> {
         let store = self.store()?;
-        Ok(match &memory_obj.shared.try_lock()?.state {
+        Ok(match &memory_obj.shared.at_rest()?.state {
             State::Writable(chunk) => store.owns(chunk),
             State::Sealed(object) => store.owns_sealed(object),
             State::Lent => return Err(NativeError::Spent(LENT).into()),
@@ -256,6 +258,8 @@ struct Memory {
     /// References that the handles took besides their own: clones of sealed memory, and mere places for them
     /// as long as it is writable, when it has one owner.
     extra: Vec<Option<object::MemoryObj>>,
+    /// The loan that copies on a GPU share, while there is one.
+    on_device: Option<Weak<Loan>>,
 }
 
 struct Shared {
@@ -271,6 +275,19 @@ impl Shared {
             .get()?
             .lock()
             .unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// As `try_lock`, once copies on a GPU that are under way have given the memory back.
+    fn at_rest(&self) -> Result<MutexGuard<'_, Memory>, NativeError> {
+        loop {
+            let memory = self.try_lock()?;
+            if !matches!(memory.state, State::Lent) || memory.on_device.is_none() {
+                return Ok(memory);
+            }
+            drop(memory);
+            // Whoever gives it back does without the interpreter, but others may need it meanwhile.
+            Python::attach(|py| py.detach(|| thread::sleep(LANDING_PAUSE)));
+        }
     }
 
     fn lock(&self) -> MutexGuard<'_, Memory> {
@@ -293,6 +310,8 @@ impl Shared {
 pub(crate) struct Loan {
     home: Arc<Shared>,
     chunk: Option<ChunkMut>,
+    /// Of its first byte.
+    address: usize,
 }
 
 impl Loan {
@@ -305,9 +324,27 @@ impl Loan {
 impl Drop for Loan {
     fn drop(&mut self) {
         if let Some(chunk) = self.chunk.take() {
-            self.home.lock().state = State::Writable(chunk);
+            let mut memory = self.home.lock();
+            memory.state = State::Writable(chunk);
+            memory.on_device = None;
         }
     }
+}
+
+/// Where a pool's bytes are, and what keeps them there: for copies that go on when the call has returned.
+pub(crate) struct Lasting {
+    pub(crate) address: usize,
+    pub(crate) len: usize,
+    pub(crate) pool: Mapped,
+    pub(crate) keep: Keep,
+}
+
+/// Holds memory for copies under way.
+#[derive(Clone)]
+#[expect(dead_code, reason = "held, not read")]
+pub(crate) enum Keep {
+    Loan(Arc<Loan>),
+    Sealed(object::MemoryObj),
 }
 
 /// What a copy reads from.
@@ -325,7 +362,10 @@ impl Source {
     }
 }
 
-const LENT: &str =
+/// Between two looks whether a copy on a GPU is done.
+const LANDING_PAUSE: Duration = Duration::from_micros(20);
+
+pub(crate) const LENT: &str =
     "memory is in use by a copy, or named twice in this call; use each object once at a time";
 const TWICE: &str = "memory is named twice in this call; allocate one object a key";
 const UNSEALED: &str =
@@ -353,7 +393,11 @@ impl MemoryObj {
     fn new(state: State) -> Self {
         let extra = Vec::new();
         Self::of(Arc::new(Shared {
-            memory: Owned::new(Mutex::new(Memory { state, extra })),
+            memory: Owned::new(Mutex::new(Memory {
+                state,
+                extra,
+                on_device: None,
+            })),
             writers: Mutex::new(0),
         }))
     }
@@ -387,7 +431,7 @@ impl MemoryObj {
 
     /// Leaves the handle as it is, so that a refused put costs nothing.
     fn require_puttable(&self, store: &local_cpu::LocalCpu) -> PyResult<()> {
-        match &self.shared.try_lock()?.state {
+        match &self.shared.at_rest()?.state {
             State::Writable(chunk) if store.owns(chunk) => {}
             State::Writable(_) => {
                 return Err(NativeError::from(MemoryError::ForeignMemory).into());
@@ -404,7 +448,7 @@ impl MemoryObj {
     }
 
     fn replace_writable(&self, by: State) -> PyResult<ChunkMut> {
-        let mut memory = self.shared.try_lock()?;
+        let mut memory = self.shared.at_rest()?;
         match std::mem::replace(&mut memory.state, by) {
             State::Writable(chunk) => Ok(chunk),
             other => {
@@ -417,14 +461,66 @@ impl MemoryObj {
 
     /// The memory, to be written by a copy.
     pub(crate) fn lend(&self) -> PyResult<Loan> {
-        let chunk = Some(self.replace_writable(State::Lent)?);
-        let home = Arc::clone(&self.shared);
-        Ok(Loan { home, chunk })
+        let mut chunk = self.replace_writable(State::Lent)?;
+        let address = chunk.bytes_mut().as_mut_ptr() as usize;
+        Ok(Loan {
+            home: Arc::clone(&self.shared),
+            chunk: Some(chunk),
+            address,
+        })
+    }
+
+    /// Whether both are handles of the same memory.
+    pub(crate) fn is_same_memory(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.shared, &other.shared)
+    }
+
+    /// Writable memory for copies on a GPU, which may share it: each part has one writer at a time by their order.
+    pub(crate) fn lend_lasting(&self) -> PyResult<Lasting> {
+        let loan = loop {
+            let memory = self.shared.try_lock()?;
+            match (&memory.state, &memory.on_device) {
+                (State::Lent, Some(shared)) => {
+                    if let Some(loan) = shared.upgrade() {
+                        break loan;
+                    }
+                    // Its last holder is about to give it back, and needs the lock for that and nothing else.
+                    drop(memory);
+                    thread::yield_now();
+                }
+                _ => {
+                    drop(memory);
+                    let loan = Arc::new(self.lend()?);
+                    self.shared.try_lock()?.on_device = Some(Arc::downgrade(&loan));
+                    break loan;
+                }
+            }
+        };
+        let chunk = loan.chunk.as_ref().expect("only the drop takes it");
+        Ok(Lasting {
+            address: loan.address,
+            len: chunk.len(),
+            pool: chunk.mapped(),
+            keep: Keep::Loan(loan),
+        })
+    }
+
+    /// The memory, to be read by copies on a GPU.
+    pub(crate) fn source_lasting(&self) -> PyResult<Lasting> {
+        if let State::Sealed(object) = &self.shared.try_lock()?.state {
+            return Ok(Lasting {
+                address: object.bytes().as_ptr() as usize,
+                len: object.len(),
+                pool: object.mapped(),
+                keep: Keep::Sealed(object.clone()),
+            });
+        }
+        self.lend_lasting()
     }
 
     /// The memory, to be read by a copy.
     pub(crate) fn source(&self) -> PyResult<Source> {
-        if let State::Sealed(object) = &self.shared.try_lock()?.state {
+        if let State::Sealed(object) = &self.shared.at_rest()?.state {
             return Ok(Source::Sealed(object.clone()));
         }
         self.lend().map(Source::Writable)
@@ -442,7 +538,7 @@ impl MemoryObj {
     /// Size in bytes; 0 once released.
     #[getter]
     fn nbytes(&self) -> PyResult<usize> {
-        Ok(match &self.shared.try_lock()?.state {
+        Ok(match &self.shared.at_rest()?.state {
             State::Writable(chunk) => chunk.len(),
             State::Sealed(object) => object.len(),
             State::Lent => return Err(NativeError::Spent(LENT).into()),
@@ -453,7 +549,7 @@ impl MemoryObj {
     /// References to the memory, the store's own and those of `ref_count_up` included; 0 once released.
     #[getter]
     fn ref_count(&self) -> PyResult<usize> {
-        let memory = self.shared.try_lock()?;
+        let memory = self.shared.at_rest()?;
         Ok(match &memory.state {
             State::Writable(_) | State::Lent => 1 + memory.extra.len(),
             State::Sealed(object) => object.ref_count(),
@@ -463,7 +559,7 @@ impl MemoryObj {
 
     /// Takes one more reference, which this handle gives back with `ref_count_down` or as it ends.
     fn ref_count_up(&self) -> PyResult<()> {
-        let mut memory = self.shared.try_lock()?;
+        let mut memory = self.shared.at_rest()?;
         let clone = match &memory.state {
             State::Sealed(object) => Some(object.clone()),
             State::Writable(_) | State::Lent => None,
@@ -476,7 +572,7 @@ impl MemoryObj {
 
     /// Gives back one reference that this handle took with `ref_count_up`.
     fn ref_count_down(&self) -> PyResult<()> {
-        let mut memory = self.shared.try_lock()?;
+        let mut memory = self.shared.at_rest()?;
         if self.num_extra.load(Ordering::Relaxed) == 0 {
             return Err(NativeError::Spent(SURPLUS).into());
         }
@@ -498,7 +594,7 @@ impl MemoryObj {
     /// Positions of the chunk's tokens in their prompt, as native int64 end to end; `None` if nobody set them.
     #[getter]
     fn positions<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyBytes>>> {
-        let memory = self.shared.try_lock()?;
+        let memory = self.shared.at_rest()?;
         let positions = match &memory.state {
             State::Writable(chunk) => chunk.positions(),
             State::Sealed(object) => object.positions(),
@@ -513,7 +609,7 @@ impl MemoryObj {
 
     /// Sets the positions of writable memory, which then stay with the chunk.
     fn set_positions(&self, positions: Vec<i64>) -> PyResult<()> {
-        match &mut self.shared.try_lock()?.state {
+        match &mut self.shared.at_rest()?.state {
             State::Writable(chunk) => {
                 chunk.set_positions(positions.into());
                 Ok(())
@@ -526,12 +622,12 @@ impl MemoryObj {
     /// Whether it is sealed: written for good and readable by all.
     #[getter]
     fn sealed(&self) -> PyResult<bool> {
-        Ok(matches!(self.shared.try_lock()?.state, State::Sealed(_)))
+        Ok(matches!(self.shared.at_rest()?.state, State::Sealed(_)))
     }
 
     /// A copy of the bytes.
     fn to_bytes<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
-        match &mut self.shared.try_lock()?.state {
+        match &mut self.shared.at_rest()?.state {
             State::Writable(chunk) => Ok(PyBytes::new(py, chunk.bytes_mut())),
             State::Sealed(object) => Ok(PyBytes::new(py, object.bytes())),
             State::Lent => Err(NativeError::Spent(LENT).into()),
@@ -547,7 +643,7 @@ impl MemoryObj {
         flags: c_int,
     ) -> PyResult<()> {
         let this = slf.get();
-        let (address, len, readonly) = match &mut this.shared.try_lock()?.state {
+        let (address, len, readonly) = match &mut this.shared.at_rest()?.state {
             State::Writable(chunk) => {
                 let bytes = chunk.bytes_mut();
                 (bytes.as_mut_ptr(), bytes.len(), false)

@@ -35,33 +35,47 @@ impl RopeShift {
         head_size: usize,
         offset: usize,
     ) -> PyResult<Self> {
-        let element = match dtype {
-            "float16" => Element::F16,
-            "bfloat16" => Element::BF16,
-            "float32" => Element::F32,
-            "float64" => Element::F64,
-            other => {
-                return Err(NativeError::Argument(format!(
-                    "keys of type {other} cannot be shifted; only float16, bfloat16, float32 and float64 can"
-                ))
-                .into());
-            }
-        };
-        let pairing = if interleaved {
-            Pairing::Neighbours
-        } else {
-            Pairing::Halves
-        };
-        let rows = Rows {
-            element,
-            row_elements,
-            heads,
-            head_size,
-            offset,
-        };
+        let rows = rows(dtype, row_elements, heads, head_size, offset)?;
+        let pairing = pairing(interleaved);
         let old = int64s(py, old, "stored positions")?;
         let new = int64s(py, new, "new positions")?;
         let shift = enter(py, || Shift::plan(pairing, &inv_freq, rows, &old, &new))?;
         Ok(Self(Owned::new(shift)))
+    }
+}
+
+/// Where the keys lie in rows of these element types.
+pub(crate) fn rows(
+    dtype: &str,
+    row_elements: usize,
+    heads: usize,
+    head_size: usize,
+    offset: usize,
+) -> Result<Rows, NativeError> {
+    let element = match dtype {
+        "float16" => Element::F16,
+        "bfloat16" => Element::BF16,
+        "float32" => Element::F32,
+        "float64" => Element::F64,
+        other => {
+            return Err(NativeError::Argument(format!(
+                "keys of type {other} cannot be shifted; only float16, bfloat16, float32 and float64 can"
+            )));
+        }
+    };
+    Ok(Rows {
+        element,
+        row_elements,
+        heads,
+        head_size,
+        offset,
+    })
+}
+
+pub(crate) fn pairing(interleaved: bool) -> Pairing {
+    if interleaved {
+        Pairing::Neighbours
+    } else {
+        Pairing::Halves
     }
 }

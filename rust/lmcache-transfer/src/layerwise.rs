@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use lmcache_core::hash::ChunkHash;
+use lmcache_core::layout::PagedLayout;
 use lmcache_memory::local_cpu::LocalCpu;
 use lmcache_memory::object::{ChunkMut, MemoryObj};
 
@@ -37,45 +38,14 @@ impl StoreJob {
         chunks: &Chunks<'_>,
         first: usize,
     ) -> Result<Self, TransferError> {
-        chunks.validate(paged.layout())?;
-        let num_placed = chunks.num_placed();
-        let hashes = &chunks.hashes[..num_placed];
-        let layout = paged.layout();
-        let mut stored = Stored::default();
-        let mut reserved = Vec::new();
-        if first < num_placed {
-            let chunk_bytes = |chunk| paged.chunk_bytes(chunks.tokens_in(chunk));
-            // The tail is the only chunk whose size may not suit the layout; asking it first leaves none half-way.
-            chunk_bytes(num_placed - 1)?;
-            chunk_bytes(0)?;
-            let len_of = |chunk| chunk_bytes(chunk).unwrap_or(0);
-            let given = local_cpu.reserve(chunks.namespace, hashes, first, len_of);
-            stored.refused_chunks = given
-                .stopped_at
-                .map_or(0, |stopped_at| num_placed - stopped_at);
-            reserved = given.chunks;
-        }
-        let parts = reserved.into_iter().map(|(index, mut chunk)| {
-            let num_tokens = chunks.tokens_in(index);
-            chunk.set_num_tokens(num_tokens);
-            stored.chunks += 1;
-            stored.tokens += num_tokens;
-            let placement = chunks.placement_of(index, layout.block_tokens());
-            (
-                chunk,
-                ChunkSpan {
-                    num_tokens,
-                    skip: 0,
-                    placement,
-                },
-            )
-        });
+        let form = (paged.layout(), paged.num_layers());
+        let (parts, mut stored) = reserve(local_cpu, form, chunks, first)?;
         let job = CopyJob::begin(paged, parts)?;
         stored.bytes = job.bytes();
         Ok(Self {
             local_cpu: local_cpu.clone(),
             namespace: chunks.namespace.into(),
-            hashes: hashes.into(),
+            hashes: chunks.hashes[..chunks.num_placed()].into(),
             copied: vec![false; job.num_layers()].into(),
             job,
             stored,
@@ -146,7 +116,8 @@ impl LoadJob {
         chunks: &Chunks<'_>,
         skip: usize,
     ) -> Result<Self, TransferError> {
-        let found = Found::take(local_cpu, paged, lookup_id, chunks, skip)?;
+        let form = (paged.layout(), paged.num_layers());
+        let found = Found::take(local_cpu, form, lookup_id, chunks, skip)?;
         let end = found.end;
         Self::plan(paged, chunks, found.objects, skip, end)
     }
@@ -163,17 +134,10 @@ impl LoadJob {
         skip: usize,
         computed_from: usize,
     ) -> Result<Self, TransferError> {
-        let mut found = Found::take(local_cpu, paged, lookup_id, chunks, skip)?;
+        let form = (paged.layout(), paged.num_layers());
+        let mut found = Found::take(local_cpu, form, lookup_id, chunks, skip)?;
         let end = found.end;
-        let is_apart = |&(index, _): &(usize, MemoryObj)| {
-            index * chunks.chunk_size + chunks.tokens_in(index) <= computed_from
-        };
-        let num_apart = found
-            .objects
-            .iter()
-            .take_while(|&part| is_apart(part))
-            .count();
-        let shared = found.objects.split_off(num_apart);
+        let shared = found.split_off(chunks, computed_from);
         let at_once = Self::plan(paged, chunks, shared, skip, end)?;
         at_once.all_layers();
         let mut job = Self::plan(paged, chunks, found.objects, skip, end)?;
@@ -188,18 +152,7 @@ impl LoadJob {
         skip: usize,
         end: usize,
     ) -> Result<Self, TransferError> {
-        let block_tokens = paged.layout().block_tokens();
-        let parts = objects.into_iter().filter_map(|(index, object)| {
-            let start = index * chunks.chunk_size;
-            let num_tokens = chunks.tokens_in(index);
-            let span = ChunkSpan {
-                num_tokens,
-                skip: skip.saturating_sub(start),
-                placement: chunks.placement_of(index, block_tokens),
-            };
-            (start + num_tokens > skip).then_some((object, span))
-        });
-        let job = CopyJob::begin(paged, parts)?;
+        let job = CopyJob::begin(paged, to_write(paged.layout(), chunks, objects, skip))?;
         let loaded = Loaded {
             end,
             tokens: end - skip,
@@ -256,33 +209,126 @@ impl LoadJob {
     }
 }
 
-/// The chunks of a load that are stored, each with its place in the prompt.
-struct Found {
+/// Layout and number of layers: what decides a chunk's size.
+pub(crate) type Form<'a> = (&'a PagedLayout, usize);
+
+/// Bytes of a chunk, over all layers.
+pub(crate) fn chunk_bytes(
+    (layout, num_layers): Form<'_>,
+    num_tokens: usize,
+) -> Result<usize, TransferError> {
+    let layer_bytes = layout.layer_bytes(num_tokens)?;
+    layer_bytes
+        .checked_mul(num_layers)
+        .ok_or(TransferError::ChunkTooLarge {
+            num_tokens,
+            layer_bytes,
+            num_layers,
+        })
+}
+
+type Part<'a, C> = (C, ChunkSpan<'a>);
+
+/// Room for those chunks that are not stored yet, and what a store of them will have stored, but for the bytes.
+pub(crate) fn reserve<'a>(
+    local_cpu: &LocalCpu,
+    form: Form<'_>,
+    chunks: &'a Chunks<'_>,
+    first: usize,
+) -> Result<(Vec<Part<'a, ChunkMut>>, Stored), TransferError> {
+    chunks.validate(form.0)?;
+    let num_placed = chunks.num_placed();
+    let hashes = &chunks.hashes[..num_placed];
+    let mut stored = Stored::default();
+    if first >= num_placed {
+        return Ok((Vec::new(), stored));
+    }
+    let len_of = |chunk| chunk_bytes(form, chunks.tokens_in(chunk));
+    // The tail is the only chunk whose size may not suit the layout; asking it first leaves none half-way.
+    len_of(num_placed - 1)?;
+    len_of(0)?;
+    let given = local_cpu.reserve(chunks.namespace, hashes, first, |chunk| {
+        len_of(chunk).unwrap_or(0)
+    });
+    stored.refused_chunks = given
+        .stopped_at
+        .map_or(0, |stopped_at| num_placed - stopped_at);
+    let parts = given.chunks.into_iter().map(|(index, mut chunk)| {
+        let num_tokens = chunks.tokens_in(index);
+        chunk.set_num_tokens(num_tokens);
+        stored.chunks += 1;
+        stored.tokens += num_tokens;
+        let placement = chunks.placement_of(index, form.0.block_tokens());
+        let span = ChunkSpan {
+            num_tokens,
+            skip: 0,
+            placement,
+        };
+        (chunk, span)
+    });
+    Ok((parts.collect(), stored))
+}
+
+/// What of the objects is to be written: those that hold tokens from `skip` on.
+pub(crate) fn to_write<'a>(
+    layout: &PagedLayout,
+    chunks: &'a Chunks<'_>,
     objects: Vec<(usize, MemoryObj)>,
+    skip: usize,
+) -> impl Iterator<Item = Part<'a, MemoryObj>> {
+    let block_tokens = layout.block_tokens();
+    objects.into_iter().filter_map(move |(index, object)| {
+        let start = index * chunks.chunk_size;
+        let num_tokens = chunks.tokens_in(index);
+        let span = ChunkSpan {
+            num_tokens,
+            skip: skip.saturating_sub(start),
+            placement: chunks.placement_of(index, block_tokens),
+        };
+        (start + num_tokens > skip).then_some((object, span))
+    })
+}
+
+/// The chunks of a load that are stored, each with its place in the prompt.
+pub(crate) struct Found {
+    pub(crate) objects: Vec<(usize, MemoryObj)>,
     /// Every token below this one is stored, or was there before.
-    end: usize,
+    pub(crate) end: usize,
 }
 
 impl Found {
-    fn take(
+    pub(crate) fn take(
         local_cpu: &LocalCpu,
-        paged: &PagedCache,
+        form: Form<'_>,
         lookup_id: &str,
         chunks: &Chunks<'_>,
         skip: usize,
     ) -> Result<Self, TransferError> {
-        chunks.validate(paged.layout())?;
+        chunks.validate(form.0)?;
         // The engine has what lies below `skip`, so it need not be stored.
         let first = skip / chunks.chunk_size;
         let objects = local_cpu.take_from(first, lookup_id, chunks.namespace, chunks.hashes);
         let fits = |(index, object): &(usize, MemoryObj)| {
-            paged.chunk_bytes(chunks.tokens_in(*index)) == Ok(object.len())
+            chunk_bytes(form, chunks.tokens_in(*index)) == Ok(object.len())
         };
         let objects: Vec<_> = (first..).zip(objects).take_while(fits).collect();
         let end = objects.last().map_or(skip, |&(index, _)| {
             skip.max(index * chunks.chunk_size + chunks.tokens_in(index))
         });
         Ok(Self { objects, end })
+    }
+
+    /// Takes the chunks that hold tokens from `computed_from` on.
+    pub(crate) fn split_off(
+        &mut self,
+        chunks: &Chunks<'_>,
+        computed_from: usize,
+    ) -> Vec<(usize, MemoryObj)> {
+        let is_apart = |&&(index, _): &&(usize, MemoryObj)| {
+            index * chunks.chunk_size + chunks.tokens_in(index) <= computed_from
+        };
+        let num_apart = self.objects.iter().take_while(is_apart).count();
+        self.objects.split_off(num_apart)
     }
 }
 

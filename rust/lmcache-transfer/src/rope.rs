@@ -204,7 +204,8 @@ impl Shift {
     }
 }
 
-fn require_rows(inv_freq: &[f64], rows: &Rows) -> Result<(), TransferError> {
+/// Refuses rows and frequencies that do not belong together.
+pub(crate) fn require_rows(inv_freq: &[f64], rows: &Rows) -> Result<(), TransferError> {
     let rotated = 2 * inv_freq.len();
     if rotated == 0 || inv_freq.iter().any(|inv_freq| !inv_freq.is_finite()) {
         return Err(refused(format!(
@@ -229,7 +230,7 @@ fn require_rows(inv_freq: &[f64], rows: &Rows) -> Result<(), TransferError> {
     Ok(())
 }
 
-fn refused(reason: String) -> TransferError {
+pub(crate) fn refused(reason: String) -> TransferError {
     TransferError::Rope { reason }
 }
 

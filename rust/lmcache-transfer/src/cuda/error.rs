@@ -3,6 +3,8 @@
 use lmcache_core::error::CoreError;
 use thiserror::Error;
 
+use crate::error::TransferError;
+
 /// Why the CUDA side could not do what it was asked.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[non_exhaustive]
@@ -130,4 +132,12 @@ pub enum CudaError {
     /// The layout or placement is impossible.
     #[error(transparent)]
     Plan(#[from] CoreError),
+    /// A transfer whose end nobody saw.
+    #[error(
+        "a copy of a GPU was given up before its end; nothing is known of its bytes, ask for it anew"
+    )]
+    Abandoned,
+    /// What was asked contradicts itself, with or without a GPU.
+    #[error(transparent)]
+    Asked(#[from] TransferError),
 }

@@ -8,6 +8,7 @@ use std::thread;
 use lmcache_core::layout::{CopyPlan, PagedLayout};
 
 use crate::error::TransferError;
+use crate::layerwise;
 use pool::Pool;
 use tuning::Tuning;
 use walk::Style;
@@ -106,14 +107,7 @@ impl PagedCache {
 
     /// Bytes that a chunk of `num_tokens` takes in the stored form, over all layers.
     pub fn chunk_bytes(&self, num_tokens: usize) -> Result<usize, TransferError> {
-        let layer_bytes = self.layout.layer_bytes(num_tokens)?;
-        layer_bytes
-            .checked_mul(self.num_layers())
-            .ok_or(TransferError::ChunkTooLarge {
-                num_tokens,
-                layer_bytes,
-                num_layers: self.num_layers(),
-            })
+        layerwise::chunk_bytes((&self.layout, self.num_layers()), num_tokens)
     }
 
     /// Copies one layer out of the cache; `chunk` is that layer's part of the stored form, `call_bytes` what
