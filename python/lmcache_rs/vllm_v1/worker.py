@@ -543,7 +543,7 @@ class LMCacheWorkerHalf:
         """What has happened since the start."""
         self._saves.collect()
         registered = self._engine and self._engine.registered
-        counters = {**self._counts, "hashed_bytes": _native.hashed_bytes()}
+        counters: dict[str, Any] = {**self._counts, "hashed_bytes": _native.hashed_bytes()}
         if self._engine is None or not registered:
             return counters
         counters["copy_path"] = registered.copy_path
