@@ -408,7 +408,8 @@ fn memory_for_what_is_read_may_run_out() {
     let tiny = LocalCpu::new(500_000, LONG).unwrap();
     let disk = LocalDisk::open(options(folder.path()), tiny).unwrap();
     let some = disk.get(NAMESPACE, &numbers, LONG);
-    assert!((1..5).contains(&some.len()), "{}", some.len());
+    // Whichever of them came first to the pool.
+    assert!(some.len() < 5, "{}", some.len());
     drop(some);
     assert!(disk.stats()["faults_no_memory"] >= 1);
     assert_eq!(disk.contains_prefix(NAMESPACE, &numbers), 20);

@@ -123,7 +123,7 @@ impl Index {
         for (at, record) in records.iter().enumerate() {
             last.insert(record.batch, at);
         }
-        order.sort_by_key(|&at| {
+        order.sort_by_cached_key(|&at| {
             let record = &records[at];
             (last[&record.batch], std::cmp::Reverse(record.position), at)
         });

@@ -1,0 +1,84 @@
+"""What `StorageManager` makes of the settings of the disk tier."""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiers import chain
+
+from lmcache_rs import LMCacheEngineConfig, StorageManager
+
+
+def opened(path: Path, **settings: Any) -> StorageManager:
+    return StorageManager(
+        LMCacheEngineConfig.from_defaults(
+            **{
+                "local_disk": str(path),
+                "max_local_disk_size": 0.1,
+                "max_local_cpu_size": 0.01,
+                **settings,
+            }
+        )
+    )
+
+
+def put(store: StorageManager, payloads: list[bytes]) -> None:
+    objects = store.batched_allocate([len(payload) for payload in payloads])
+    assert objects is not None
+    for memory_obj, payload in zip(objects, payloads, strict=True):
+        memoryview(memory_obj)[:] = payload  # type: ignore[arg-type]
+    store.batched_put(chain(*range(len(payloads))), objects)
+    del objects
+    assert store.flush(20.0)
+
+
+@pytest.mark.parametrize("local_cpu", [True, False])
+def test_a_restart_is_warm_and_what_comes_from_disk_is_in_memory_then(
+    tmp_path: Path, local_cpu: bool
+) -> None:
+    payloads = [random.Random(number).randbytes(50_000) for number in range(4)]
+    keys = chain(*range(4))
+    first = opened(tmp_path, local_cpu=local_cpu)
+    assert list(first.backends) == ["LocalCPUBackend"] * local_cpu + ["LocalDiskBackend"]
+    put(first, payloads)
+    assert first.close(20.0)
+    second = opened(tmp_path, local_cpu=local_cpu)
+    assert second.contains(keys[0]) == "LocalDiskBackend"
+    assert second.batched_contains(keys) == 4
+    found = second.batched_get(keys)
+    assert [each and each.to_bytes() for each in found] == payloads
+    if local_cpu:
+        assert second.contains(keys[0]) == "LocalCPUBackend"
+    assert second.stats()["LocalDiskBackend"]["put_chunks"] == 0
+    assert second.close(20.0)
+
+
+def test_on_exit_delete_leaves_nothing(tmp_path: Path) -> None:
+    store = opened(tmp_path, local_disk_on_exit="delete")
+    put(store, [b"x"])
+    assert store.close(20.0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_made_costs_the_tier_and_stops_a_strict_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    store = opened(tmp_path / "file")
+    assert list(store.backends) == ["LocalCPUBackend"]
+    assert "SERVING WITHOUT THE LOCAL DISK TIER" in caplog.text
+    assert store.close(20.0)
+    with pytest.raises(OSError, match="make folders"):
+        opened(tmp_path / "file", strict=True)
+
+
+def test_several_folders_and_file_urls_are_read(tmp_path: Path) -> None:
+    folders = [tmp_path / "a", tmp_path / "b"]
+    store = opened(tmp_path, local_disk=f"file://{folders[0]}, {folders[1]},")
+    put(store, [os.urandom(10) for _ in range(2)])
+    assert all((folder / "lmcache_rs.v1").is_dir() for folder in folders)
+    assert store.close(20.0)
