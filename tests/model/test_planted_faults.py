@@ -21,7 +21,7 @@ from lmcache_rs.vllm_v1 import compat, connector, metadata, worker
 from lmcache_rs.vllm_v1.scheduler import LMCacheSchedulerHalf
 from lmcache_rs.vllm_v1.worker import LMCacheWorkerHalf
 
-MOST_SCHEDULES = 2000
+MOST_SCHEDULES = 3000
 Plant = Callable[[pytest.MonkeyPatch], None]
 FAULTS: dict[str, tuple[Plant, tuple[str, ...]]] = {}
 
