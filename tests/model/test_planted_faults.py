@@ -24,7 +24,7 @@ from lmcache_rs.vllm_v1.metadata import LMCacheConnectorMetadata
 from lmcache_rs.vllm_v1.scheduler import LMCacheSchedulerHalf
 from lmcache_rs.vllm_v1.worker import LMCacheWorkerHalf
 
-MOST_SCHEDULES = 2000
+MOST_SCHEDULES = 3000
 Plant = Callable[[pytest.MonkeyPatch], None]
 FAULTS: dict[str, tuple[Plant, tuple[str, ...]]] = {}
 

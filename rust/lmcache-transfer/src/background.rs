@@ -600,6 +600,8 @@ mod tests {
         let stolen = queue.begin(stolen);
         let waiting = queue.begin(store(&cpu, &engine));
         thread::scope(|scope| {
+            // Dropped in a panic, too, which nobody then waits behind.
+            let (open, open_stolen) = (open, open_stolen);
             scope.spawn(|| stolen.wait(None));
             assert_eq!(hears.recv(), Ok("stolen"));
             let closing = scope.spawn(|| queue.close());
