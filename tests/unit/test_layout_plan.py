@@ -146,7 +146,7 @@ def test_the_worker_copies_as_both_halves_know_it() -> None:
         worker = worker_of(spec)
         block_bytes = compat.block_bytes_of(kv_cache_config(spec))
         worker.register_kv_caches([torch.randn(shape) for _ in NAMES], block_bytes)
-        assert worker.plan == plan
+        assert worker.plan == f"{plan} by the CPU"
         assert worker.capacity()[1] > 0
         worker.shutdown()
 

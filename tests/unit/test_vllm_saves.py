@@ -278,7 +278,7 @@ def test_the_connector_names_who_is_waited_for_with_and_without_a_cache(
     manager.worker = pair.worker if has_worker else None
     manager.scheduler, manager.faults = None, pair.faults
     shell._manager, shell._role = manager, KVConnectorRole.WORKER
-    shell._connector_metadata = None
+    shell._connector_metadata, shell._unserved_loads = None, []
     assert shell.get_finished(set()) == (None, None)
     request = prefilled(pair)
     assert pair.scheduler.request_finished(request)
