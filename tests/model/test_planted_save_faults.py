@@ -99,13 +99,14 @@ def a_request_is_named_twice(plant: pytest.MonkeyPatch) -> None:
 
 @fault(STRAY)
 def every_ended_request_is_named(plant: pytest.MonkeyPatch) -> None:
-    finished = LMCacheConnectorV1Dynamic.get_finished
+    results_of = LMCacheConnectorV1Dynamic.get_transfer_results
 
     def names_all(shell: Any, ended: set[str]) -> Any:
-        sent, received = finished(shell, ended)
-        return (sent or set()) | ended, received
+        results = results_of(shell, ended)
+        results.finished_sending |= ended
+        return results
 
-    plant.setattr(LMCacheConnectorV1Dynamic, "get_finished", names_all)
+    plant.setattr(LMCacheConnectorV1Dynamic, "get_transfer_results", names_all)
 
 
 @fault(FORGOTTEN)
