@@ -59,7 +59,7 @@ def test_a_thousand_requests_that_are_aborted_at_random_moments_leave_nothing(
     report = engine.idle_report()
     report.assert_no_faults()
     report.assert_bytes_right()
-    assert report.probe["loads"] > 50, report
+    assert report.probe["loads"] > 20, report
     assert report.counters["stored_chunks"] > 50, report
     assert_right(answers, prompts, baseline, 12)
     engine.cool()

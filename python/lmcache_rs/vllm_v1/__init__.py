@@ -19,11 +19,16 @@ CLASS_NAME = "LMCacheConnectorV1Dynamic"
 
 def register() -> None:
     """Makes the connector known to vLLM by name. Called as a plugin, any number of times."""
+    for name in (CONNECTOR_NAME, CLASS_NAME):
+        make_known(name, "lmcache_rs.vllm_v1.connector", CLASS_NAME)
+
+
+def make_known(name: str, module: str, class_name: str) -> None:
+    """Registers a connector's class with vLLM, unless something has that name already."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    for name in (CONNECTOR_NAME, CLASS_NAME):
-        if name not in KVConnectorFactory._registry:
-            KVConnectorFactory.register_connector(name, "lmcache_rs.vllm_v1.connector", CLASS_NAME)
+    if name not in KVConnectorFactory._registry:
+        KVConnectorFactory.register_connector(name, module, class_name)
 
 
 def __getattr__(name: str) -> Any:

@@ -19,7 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from lmcache_rs.config import ConfigError, LMCacheEngineConfig, disabled_by_environment
-from lmcache_rs.vllm_v1 import register
+from lmcache_rs.vllm_v1 import make_known, register
 from lmcache_rs.vllm_v1.compat import HOST_HIT_SOURCE
 from lmcache_rs.vllm_v1.events import LMCacheKVEvents
 from lmcache_rs.vllm_v1.manager import LMCacheManager
@@ -59,6 +59,11 @@ class LMCacheConnectorV1Dynamic(KVConnectorBase_V1):
 
     # Read by vLLM from 0.32 on.
     _cache_hit_source = HOST_HIT_SOURCE
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        # As for this class itself, at the end of the module.
+        make_known(cls.__name__, cls.__module__, cls.__name__)
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
