@@ -446,7 +446,9 @@ def test_vllms_worker_says_who_copies_and_counts_it(gpu: _native.CudaDevice) -> 
         counters = half.counters()
         assert counters["copy_path"] == "by GPU 0 (Fake GPU, driver of CUDA 13.0)"
         assert counters["page_locked_bytes"] == half.capacity()[0]
-        assert sum(counters[f"copies_by_{path}"] for path in gpu.copies()) > 0
+        ways = ["engine", "kernel", "single", "staged"]
+        assert sorted(gpu.copies()) == ways
+        assert sum(counters[f"copies_by_{way}"] for way in ways) > 0
     finally:
         half.shutdown()
     gc.collect()

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use lmcache_memory::mapped::Mapped;
 
-use crate::cuda::costs::{self, Learned};
+use crate::cuda::costs::{self, Costs, Learned};
 use crate::cuda::current::{Current, PAGE_LOCK_SLICE_BYTES};
 use crate::cuda::driver::{Context, DeviceFacts, Driver};
 use crate::cuda::error::CudaError;
@@ -42,6 +42,15 @@ pub enum Reach {
     Pageable,
 }
 
+/// A GPU that this process has opened, though it may have closed it since.
+struct Opened {
+    driver: String,
+    ordinal: i32,
+    device: Weak<Device>,
+    /// What was learnt then: no process spends the time twice.
+    costs: Option<Costs>,
+}
+
 /// One GPU, opened.
 #[derive(Debug)]
 pub struct Device {
@@ -72,22 +81,36 @@ impl Device {
     /// Whoever opens it first waits until the costs of copies are learnt, a second at most: this is for the start of
     /// an engine, not for a step.
     pub fn open(ordinal: i32) -> Result<Arc<Self>, CudaError> {
-        static OPEN: Mutex<Vec<Weak<Device>>> = Mutex::new(Vec::new());
+        static OPENED: Mutex<Vec<Opened>> = Mutex::new(Vec::new());
         kernels::image()?;
         let driver = Driver::open()?;
-        let mut open = lock(&OPEN);
-        open.retain(|device| device.strong_count() > 0);
-        let is_asked_for = |device: &Arc<Self>| {
-            device.ordinal == ordinal && device.context().driver().path() == driver.path()
-        };
-        if let Some(device) = open.iter().filter_map(Weak::upgrade).find(is_asked_for) {
+        let mut opened = lock(&OPENED);
+        let known = opened
+            .iter_mut()
+            .find(|known| known.ordinal == ordinal && known.driver == driver.path());
+        if let Some(device) = known.as_ref().and_then(|known| known.device.upgrade()) {
             device.context().driver().refuse_fork()?;
             return Ok(device);
         }
         let context = Context::primary(&driver, ordinal)?;
         let device = Arc::new(Self::over(ordinal, Executor::new(&context)?)?);
-        device.learn(costs::default_folder().as_deref(), LEARNING);
-        open.push(Arc::downgrade(&device));
+        match known {
+            Some(known) => {
+                known.device = Arc::downgrade(&device);
+                if let Some(costs) = &known.costs {
+                    device.executor.adopt(costs.clone());
+                }
+            }
+            None => {
+                device.learn(costs::default_folder().as_deref(), LEARNING);
+                opened.push(Opened {
+                    driver: driver.path().to_owned(),
+                    ordinal,
+                    device: Arc::downgrade(&device),
+                    costs: device.executor.costs().cloned(),
+                });
+            }
+        }
         Ok(device)
     }
 
