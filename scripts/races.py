@@ -1,4 +1,4 @@
-"""Run the CUDA executor over the imitated driver under ThreadSanitizer, where the toolchain can.
+"""Run the CUDA side over the imitated driver under ThreadSanitizer, where the toolchain can.
 
 Needs Rust's nightly with the component rust-src: the standard library is compiled with the
 sanitizer too, else its own synchronisation would be reported. Where either is missing that is said
@@ -11,13 +11,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = Path(os.environ.get("CARGO_TARGET_DIR") or ROOT / "target").absolute()
 TESTS = ("cuda_driver", "cuda_failures", "cuda_executor", "cuda_staged", "cuda_costs")
-# Its streams race where a wait is left out, and it does so by itself.
-RACING = "events_keep_late_streams_in_order_and_each_wait_is_needed"
+TESTS += ("cuda_device", "cuda_waits")
+# Their streams race where a wait is left out, and they leave it out by themselves.
+RACING = {
+    "cuda_driver": "events_keep_late_streams_in_order_and_each_wait_is_needed",
+    "cuda_waits": "every_wait_is_needed",
+}
 # What the sanitizer ends a process with that raced.
 RACED = 66
 
@@ -27,14 +32,16 @@ def main() -> int:
     if not host:
         print("races: nothing was run: no nightly toolchain with the component rust-src")
         return 0
-    clean = run(host, TESTS, ("--skip", RACING))
+    skipped = [word for racing in RACING.values() for word in ("--skip", racing)]
+    clean = run(host, TESTS, skipped)
     if clean:
         print(f"races: FAILED, the tests ended with {clean}; the sanitizer's words are above")
         return 1
-    seen = run(host, ("cuda_driver",), (RACING,), quiet=True)
-    if seen != RACED:
-        print(f"races: FAILED, waits left out are not seen as races (the test ended with {seen})")
-        return 1
+    for test, racing in RACING.items():
+        seen = run(host, (test,), (racing,), quiet=True)
+        if seen != RACED:
+            print(f"races: FAILED, waits that {racing} leaves out are no races ({seen})")
+            return 1
     print("races: none, and those planted are seen")
     return 0
 
@@ -52,10 +59,11 @@ def toolchain() -> str:
     return host
 
 
-def run(host: str, tests: tuple[str, ...], words: tuple[str, ...], quiet: bool = False) -> int:
+def run(host: str, tests: Sequence[str], words: Sequence[str], quiet: bool = False) -> int:
     """Run tests of lmcache-transfer under the sanitizer; how the worst of them ended."""
     command = ["cargo", "+nightly", "test", "--locked", "-Zbuild-std", "--target", host]
     command += ["--target-dir", str(TARGET / "races"), "--package", "lmcache-transfer"]
+    command += ["--features", "planted-removals"]
     named = [word for test in tests for word in ("--test", test)]
     switches = {"RUSTFLAGS": "-Zsanitizer=thread", "LMCACHE_RS_WITHOUT_CUDA": "1"}
     out = subprocess.DEVNULL if quiet else None

@@ -1,7 +1,7 @@
 """Every test here runs with its tensors as if they were on a GPU, over the imitated driver.
 
 The suites of `tests/unit` are run as they are; what differs on a GPU is said here, once. Each test
-takes one of the ways of copying; `CUDA_SUITES=all` takes both, and runs the long suites too.
+takes one of the four ways of copying; `CUDA_SUITES=all` takes each, and runs the long suites too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from imitated import Imitated  # noqa: E402
 from lmcache_rs import _native  # noqa: E402
 
 ALL = os.environ.get("CUDA_SUITES") == "all"
-PATHS = ["kernel", "engine"]
+PATHS = ["engine", "single", "kernel", "staged"]
 LONG = ["layouts", "layout_cases", "rope", "connector_generators"]
 collect_ignore = [] if ALL else [f"test_gpu_{suite}.py" for suite in LONG]
 
@@ -47,7 +47,7 @@ def gpu(
     """GPU 0, late on all streams, with one way of copying."""
     with imitated.gpu() as device:
         number = zlib.crc32(request.node.nodeid.encode())
-        device.force_path(request.param if ALL else PATHS[number % 2])
+        device.force_path(request.param if ALL else PATHS[number % len(PATHS)])
         imitated.be_late(LATE_US, seed=number)
 
         def settled(check: Any) -> Any:

@@ -355,14 +355,16 @@ def test_a_pool_that_cannot_be_page_locked_is_copied_all_the_same(
             engine.register_kv_caches(target)
             assert engine.page_locked_bytes == 0
             assert sum("cannot be page-locked" in text for text in caplog.messages) == 1
-            before = gpu.copies().get("kernel", 0)
+            before = gpu.copies()
             assert engine.store(TOKENS, kvcaches=source, slot_mapping=slots()) == 16
             engine.retrieve(TOKENS, kvcaches=target, slot_mapping=slots())
             for layer, was in zip(target, source, strict=True):
                 assert torch.equal(kv(layer, slots()), kv(was, slots()))
             gpu.settle()
-            # The trials' small pools are locked, and their copies may go by a kernel.
-            assert gpu.copies().get("kernel", 0) - before <= 2 * 3 * LAYERS
+            # Two copies of chunks; the trials' small pools are locked, and go as they are told.
+            assert gpu.copies()["single"] - before["single"] >= 2
+            others = ("engine", "kernel", "staged")
+            assert sum(gpu.copies()[way] - before[way] for way in others) <= 2 * 3 * LAYERS
     finally:
         imitated.limit_registration(None)
         imitated.allow_pageable(False)
@@ -446,7 +448,9 @@ def test_vllms_worker_says_who_copies_and_counts_it(gpu: _native.CudaDevice) -> 
         counters = half.counters()
         assert counters["copy_path"] == "by GPU 0 (Fake GPU, driver of CUDA 13.0)"
         assert counters["page_locked_bytes"] == half.capacity()[0]
-        assert sum(counters[f"copies_by_{path}"] for path in gpu.copies()) > 0
+        ways = ["engine", "kernel", "single", "staged"]
+        assert sorted(gpu.copies()) == ways
+        assert sum(counters[f"copies_by_{way}"] for way in ways) > 0
     finally:
         half.shutdown()
     gc.collect()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -54,10 +55,17 @@ def build() -> Path:
 
 
 class Imitated:
-    """The library, and what `fake_cuda.h` lets tests do with it."""
+    """The library, and what `fake_cuda.h` lets tests do with it.
 
-    def __init__(self) -> None:
+    With a folder `apart` it is a copy there: a driver, and a GPU, of its own.
+    """
+
+    def __init__(self, apart: Path | None = None) -> None:
         self.path = build()
+        if apart is not None:
+            self.path = Path(shutil.copy(self.path, apart / "libcuda.so.1"))
+        # What copies cost is remembered here, and in no folder of the user's.
+        self.caches = tempfile.TemporaryDirectory()
         self._library = ctypes.CDLL(str(self.path))
         # Where the engine works; the legacy default stream.
         self.engine_stream = 0
@@ -136,7 +144,9 @@ class Imitated:
             return residence.Residence("cuda", 0, self.engine_stream)
 
         with (
-            mock.patch.dict(os.environ, {SWITCH: str(self.path)}),
+            mock.patch.dict(
+                os.environ, {SWITCH: str(self.path), "XDG_CACHE_HOME": self.caches.name}
+            ),
             mock.patch.object(residence, "of", of),
             _InOrder(self),
         ):

@@ -25,6 +25,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 # Leaves figures their time within eight minutes.
 CHECK_SECONDS = 240
+WAYS = ["kernel", "engine", "single", "staged"]
 
 
 def main() -> int:
@@ -115,7 +116,7 @@ class Report:
         from checks import all_checks
 
         until = time.monotonic() + CHECK_SECONDS
-        for number, (group, path, (title, check)) in enumerate(all_checks(["kernel", "engine"])):
+        for number, (group, path, (title, check)) in enumerate(all_checks(WAYS)):
             if self._args.quick and group.endswith("torch indexing") and number % 13:
                 continue
             counts = self._found["checks"].setdefault(
@@ -141,10 +142,9 @@ class Report:
         small = world.is_imitated
         num_tokens = 1024 if small else 16_384
         most_bytes = (1 << 20) if small else (256 << 20)
-        paths = ["engine", "kernel"]
-        self._found["figures"] += figures.rates(world, paths, num_tokens)
+        self._found["figures"] += figures.rates(world, WAYS, num_tokens)
         self._found["figures"] += figures.kernels(world, num_tokens)
-        self._found["paths"] += figures.path_table(world, paths, most_bytes)
+        self._found["paths"] += figures.path_table(world, WAYS, most_bytes)
 
     def _print(self) -> None:
         for line in self._lines():
@@ -169,9 +169,10 @@ class Report:
             ]
             yield f"{figure['what']:<44} {figure['gb_per_second']:>9.2f} GB/s  {' '.join(ratios)}"
         yield ""
-        yield "a layer's copy, us      run bytes    runs    engine    kernel  chosen"
+        ways = " ".join(f"{way:>9}" for way in WAYS)
+        yield f"a layer's copy, us      run bytes    runs {ways}  chosen"
         for row in found["paths"]:
-            times = f"{row['engine_us']:>9.1f} {row['kernel_us']:>9.1f}"
+            times = " ".join(f"{row[f'{way}_us']:>9.1f}" for way in WAYS)
             size = f"{row['run_bytes']:>12} {row['runs']:>7}"
             yield f"{row['direction']:<20} {size} {times}  {row['chosen']}"
         yield ""

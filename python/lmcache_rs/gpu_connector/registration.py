@@ -150,6 +150,8 @@ def _registered(
     ranges, owners = _address_ranges(kvcaches), _owners(kvcaches)
     if where.device_type == "cuda":
         device = _native.CudaDevice(where.ordinal)
+        for notice in device.take_notices():
+            logger.warning("lmcache_rs: %s", notice)
         on_gpu = getattr(_native.CudaCache, kind)
         native: _native.CudaCache = on_gpu(device, ranges, num_blocks, keep_alive=owners, **numbers)
         return native

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use lmcache_core::layout::PagedLayout;
 use lmcache_memory::local_cpu;
-use lmcache_transfer::cuda::device::{Device, PoolLock};
+use lmcache_transfer::cuda::device::{Device, PoolLock, Reach};
 use lmcache_transfer::cuda::executor::{self, CopyPath};
 use lmcache_transfer::cuda::flow::{DeviceLoad, DeviceStore, Publication};
 use lmcache_transfer::cuda::handles::StreamId;
@@ -98,10 +98,18 @@ impl CudaDevice {
     /// The way that a copy of so many runs and bytes would take.
     fn path(&self, storing: bool, runs: usize, nbytes: usize) -> PyResult<&'static str> {
         let device = self.device()?;
-        Ok(device.choose(direction(storing), true, runs, nbytes).name())
+        Ok(device
+            .choose(direction(storing), Reach::PageLocked, runs, nbytes)
+            .name())
     }
 
-    /// Copies begun so far, by the way they took.
+    /// What an operator should read about it, each text once for whoever asks first: kernels that the driver refuses,
+    /// or costs of copies that could not be measured or remembered.
+    fn take_notices(&self) -> PyResult<Vec<String>> {
+        Ok(self.device()?.take_notices())
+    }
+
+    /// Copies begun so far, by the way they took; every way is named.
     fn copies<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let copies = PyDict::new(py);
         for (path, count) in self.device()?.counts() {
@@ -431,7 +439,7 @@ pub(crate) fn piece(device: &Device, object: &Lasting, offset: usize, len: usize
     Piece {
         address: (object.address + offset) as u64,
         len,
-        is_reached: device.is_reached(&object.pool),
+        reach: device.reach(&object.pool),
     }
 }
 

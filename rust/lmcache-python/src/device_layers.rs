@@ -288,7 +288,7 @@ impl Bounced {
         let piece = Piece {
             address: chunk.bytes_mut().as_mut_ptr() as u64,
             len: bytes.len(),
-            is_reached: device.is_reached(&chunk.mapped()),
+            reach: device.reach(&chunk.mapped()),
         };
         let chunk = Arc::new(Mutex::new(chunk));
         Ok(Self { chunk, piece })

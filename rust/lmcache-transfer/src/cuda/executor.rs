@@ -184,6 +184,11 @@ impl Executor {
         })
     }
 
+    /// Takes over what was learnt of this very GPU before, unless something is known.
+    pub fn adopt(&self, costs: Costs) {
+        self.costs.get_or_init(|| costs);
+    }
+
     /// What each way costs here, once it has been learnt.
     pub fn costs(&self) -> Option<&Costs> {
         self.costs.get()

@@ -14,6 +14,7 @@ use crate::cuda::error::CudaError;
 use crate::cuda::executor::{ChunkMemory, DeviceCache, DeviceJob, Ticket};
 use crate::cuda::handles::StreamId;
 use crate::cuda::kernels::Direction;
+use crate::cuda::planted;
 use crate::error::TransferError;
 use crate::flow::{Chunks, Loaded, Stored};
 use crate::layerwise::{self, Found};
@@ -24,7 +25,7 @@ impl DeviceCache {
         layerwise::chunk_bytes((&self.layout, self.num_layers()), num_tokens)
     }
 
-    fn plan(&self, span: &ChunkSpan<'_>) -> Result<CopyPlan, CudaError> {
+    pub(super) fn plan(&self, span: &ChunkSpan<'_>) -> Result<CopyPlan, CudaError> {
         let ChunkSpan {
             num_tokens,
             skip,
@@ -65,12 +66,12 @@ unsafe fn begin<C: OfPool>(
     let Some((first, _)) = parts.first() else {
         return Ok((None, 0));
     };
-    let is_reached = device.is_reached(&first.pool());
+    let reach = device.reach(&first.pool());
     let mut bytes = 0;
     for (_, span) in &parts {
         bytes += cache.plan(span)?.bytes() * cache.num_layers();
     }
-    let choose = |runs, bytes| device.choose(C::DIRECTION, is_reached, runs, bytes);
+    let choose = |runs, bytes| device.choose(C::DIRECTION, reach, runs, bytes);
     // SAFETY: page-locked, or only copied by the engines; the rest is the caller's promise.
     let job = unsafe { DeviceJob::begin(device.executor(), cache, engine, choose, parts) }?;
     device.count(job.path());
@@ -144,7 +145,9 @@ impl DeviceStore {
     pub fn finish(self) -> Result<Publication, CudaError> {
         let engine = self.engine;
         let publication = self.finish_aside()?;
-        if let Some(ticket) = &publication.ticket {
+        if let Some(ticket) = &publication.ticket
+            && !planted::left_out("engine after whole store")
+        {
             ticket.fence(engine)?;
         }
         Ok(publication)
@@ -337,7 +340,9 @@ impl DeviceLoad {
                 ..Loaded::default()
             });
         }
-        if let Some(last) = self.last_given {
+        if let Some(last) = self.last_given
+            && !planted::left_out("engine after whole load")
+        {
             // What is given to a stream is done in order.
             job.wait_for_layer(last)?;
         }

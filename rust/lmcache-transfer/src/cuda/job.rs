@@ -147,6 +147,7 @@ impl<C: ChunkMemory> DeviceJob<C> {
             addresses: &addresses,
             spans: &spans,
             plans: &plans,
+            units: None,
         };
         let moves = batch.moves(&current, path, &mut held.tables)?;
         let num_marks = match C::DIRECTION {
@@ -251,11 +252,13 @@ impl<C: ChunkMemory> Drop for Held<C> {
     fn drop(&mut self) {
         let context = &self.executor.context;
         // In a forked child there are no copies of ours, and on a broken device none goes on: nothing to wait for.
-        let idle = context.at_last(|current| match self.state {
-            State::Moving => current.drain(self.executor.stream(C::DIRECTION)),
-            State::Marked => current.synchronize(&self.done),
-            State::Done => Ok(()),
-        });
+        let at_once = planted::left_out("drop after copies");
+        let idle = at_once
+            || context.at_last(|current| match self.state {
+                State::Moving => current.drain(self.executor.stream(C::DIRECTION)),
+                State::Marked => current.synchronize(&self.done),
+                State::Done => Ok(()),
+            });
         if idle {
             self.executor.give_back(self.tables.take());
         }

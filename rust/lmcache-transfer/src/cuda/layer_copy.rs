@@ -4,15 +4,16 @@
 use std::any::Any;
 use std::sync::Arc;
 
-use lmcache_core::layout::{CopyPlan, PagedLayout};
+use lmcache_core::layout::{CopyPlan, Placement};
 
 use crate::copy_job::ChunkSpan;
 use crate::cuda::current::Current;
-use crate::cuda::device::Device;
+use crate::cuda::device::{Device, Reach};
 use crate::cuda::error::CudaError;
-use crate::cuda::executor::{CopyPath, DeviceCache, Executor};
+use crate::cuda::executor::{DeviceCache, Executor};
 use crate::cuda::handles::{Event, StreamId};
-use crate::cuda::kernels::{CopyKernel, Direction, LaunchShape, Layers, PagedCopy, unit_slots};
+use crate::cuda::kernels::Direction;
+use crate::cuda::moves::{self, Batch, Layer};
 use crate::cuda::planted;
 use crate::cuda::tables::Tables;
 use crate::error::TransferError;
@@ -24,8 +25,8 @@ pub struct Piece {
     pub address: u64,
     /// Its bytes.
     pub len: usize,
-    /// Whether kernels reach it: on the device, or page-locked.
-    pub is_reached: bool,
+    /// How it lies for the device.
+    pub reach: Reach,
 }
 
 /// Tables out of the executor's pool; they go back when nothing needs them any more.
@@ -36,6 +37,14 @@ pub(super) struct LentTables {
 }
 
 impl LentTables {
+    /// None yet.
+    fn none(executor: &Arc<Executor>) -> Self {
+        Self {
+            executor: Arc::clone(executor),
+            tables: None,
+        }
+    }
+
     /// Room for `words`.
     pub(super) fn of(
         executor: &Arc<Executor>,
@@ -80,21 +89,40 @@ pub struct DeviceLayerCopy {
     engine: StreamId,
     direction: Direction,
     spans: Vec<Planned>,
-    num_runs: usize,
+    plans: Vec<CopyPlan>,
     num_bytes: usize,
-    /// What a kernel is told, but for addresses; `None` where the spans are of different lengths.
-    kernel: Option<PagedCopy>,
     /// A slot for each unit of all spans.
-    slots: Vec<u64>,
+    units: Vec<u64>,
     engine_done: Event,
     copied: Event,
 }
 
 #[derive(Debug)]
 struct Planned {
-    plan: CopyPlan,
     num_tokens: usize,
+    skip: usize,
+    place: Place,
     layer_bytes: usize,
+}
+
+/// A [`Placement`] of its own.
+#[derive(Debug)]
+enum Place {
+    Blocks(Vec<u32>),
+    Slots(Vec<i64>),
+}
+
+impl Planned {
+    fn span(&self) -> ChunkSpan<'_> {
+        ChunkSpan {
+            num_tokens: self.num_tokens,
+            skip: self.skip,
+            placement: match &self.place {
+                Place::Blocks(blocks) => Placement::Blocks(blocks),
+                Place::Slots(slots) => Placement::Slots(slots),
+            },
+        }
+    }
 }
 
 impl DeviceLayerCopy {
@@ -107,47 +135,29 @@ impl DeviceLayerCopy {
         spans: impl IntoIterator<Item = ChunkSpan<'a>>,
     ) -> Result<Self, CudaError> {
         let current = device.enter()?;
-        let layout: &PagedLayout = &cache.layout;
-        let (mut planned, mut slots) = (Vec::new(), Vec::new());
+        let (mut planned, mut plans, mut units) = (Vec::new(), Vec::new(), Vec::new());
         for span in spans {
-            let ChunkSpan {
-                num_tokens,
-                skip,
-                placement,
-            } = span;
-            let plan = CopyPlan::build(layout, cache.num_blocks, num_tokens, skip, placement)?;
-            let units = unit_slots(layout, cache.num_blocks, num_tokens, placement)?;
-            slots.extend(units.into_iter().map(|slot| slot as u64));
+            plans.push(cache.plan(&span)?);
+            units.extend(moves::units(cache, &span)?);
             planned.push(Planned {
-                plan,
-                num_tokens,
-                layer_bytes: layout.layer_bytes(num_tokens)?,
+                num_tokens: span.num_tokens,
+                skip: span.skip,
+                place: match span.placement {
+                    Placement::Blocks(blocks) => Place::Blocks(blocks.to_vec()),
+                    Placement::Slots(slots) => Place::Slots(slots.to_vec()),
+                },
+                layer_bytes: cache.layout.layer_bytes(span.num_tokens)?,
             });
         }
-        let (short, full) = match planned.split_last() {
-            Some((last, full)) => (last.num_tokens, full),
-            None => (0, &[][..]),
-        };
-        let chunk_tokens = full.first().map_or(short, |span| span.num_tokens);
-        let even = short <= chunk_tokens && full.iter().all(|span| span.num_tokens == chunk_tokens);
-        let num_tokens = planned.iter().map(|span| span.num_tokens).sum();
-        let kernel = if even && num_tokens > 0 {
-            let mut copy = PagedCopy::new(layout, num_tokens, chunk_tokens, 0)?;
-            copy.num_layers = 1;
-            Some(copy)
-        } else {
-            None
-        };
         Ok(Self {
             device: Arc::clone(device),
             cache: Arc::clone(cache),
             engine,
             direction,
-            num_runs: planned.iter().map(|span| span.plan.runs().count()).sum(),
-            num_bytes: planned.iter().map(|span| span.plan.bytes()).sum(),
+            num_bytes: plans.iter().map(CopyPlan::bytes).sum(),
             spans: planned,
-            kernel,
-            slots,
+            plans,
+            units,
             engine_done: current.event()?,
             copied: current.event()?,
         })
@@ -184,24 +194,25 @@ impl DeviceLayerCopy {
         held: Box<dyn Any + Send>,
     ) -> Result<usize, CudaError> {
         self.require(layer, pieces)?;
-        if self.num_runs == 0 {
+        if self.num_bytes == 0 {
             return Ok(0);
         }
         let executor = self.device.executor();
         let stream = executor.stream(self.direction);
         let current = self.device.enter()?;
         self.wait_for_engine(&current)?;
-        let mut tables = None;
+        let mut tables = LentTables::none(executor);
         // SAFETY: by the caller's promise; the tables are held with the rest.
         let given = unsafe { self.give(&current, layer, pieces, &mut tables) };
         drop(current);
         // Whatever came of it, a part may be under way.
-        self.device.hold(self.direction, Box::new((held, tables)))?;
+        let held = (held, tables, Arc::clone(&self.cache));
+        self.device.hold(self.direction, Box::new(held))?;
         given?;
         if self.direction == Direction::Scatter {
             let current = self.device.enter()?;
             current.record(&self.copied, stream)?;
-            if !planted::left_out("engine after load") {
+            if !planted::left_out("engine after loaded layer") {
                 current.wait(self.engine, &self.copied)?;
             }
         }
@@ -212,7 +223,7 @@ impl DeviceLayerCopy {
     pub fn fence(&self) -> Result<(), CudaError> {
         let current = self.device.enter()?;
         current.record(&self.copied, self.device.executor().stream(self.direction))?;
-        if planted::left_out("engine after store") {
+        if planted::left_out("engine after stored layers") {
             return Ok(());
         }
         current.wait(self.engine, &self.copied)
@@ -220,11 +231,7 @@ impl DeviceLayerCopy {
 
     /// Our stream begins nothing more before what the engine has been given is done.
     pub fn wait_for_engine(&self, current: &Current) -> Result<(), CudaError> {
-        let wait = match self.direction {
-            Direction::Gather => "store after engine",
-            Direction::Scatter => "load after engine",
-        };
-        if planted::left_out(wait) {
+        if planted::left_out("layer copy after engine") {
             return Ok(());
         }
         current.record(&self.engine_done, self.engine)?;
@@ -241,64 +248,34 @@ impl DeviceLayerCopy {
         current: &Current,
         layer: usize,
         pieces: &[Piece],
-        used: &mut Option<LentTables>,
+        used: &mut LentTables,
     ) -> Result<(), CudaError> {
         let executor = self.device.executor();
-        let is_reached = pieces.iter().all(|piece| piece.is_reached);
-        let path = self
-            .device
-            .choose(self.direction, is_reached, self.num_runs, self.num_bytes);
-        let stream = executor.stream(self.direction);
-        let base = self.cache.bases[layer];
-        if let (true, Some(mut copy), Some(kernels)) =
-            (path.needs_kernels(), self.kernel, &executor.kernels)
-        {
-            self.device.count(CopyPath::Kernel);
-            let mut words: Vec<u64> = pieces.iter().map(|piece| piece.address).collect();
-            let width = copy.vector_width(words.iter().copied().chain([base]));
-            let num_chunks = words.len();
-            words.extend(&self.slots);
-            let tables = used.insert(LentTables::of(executor, current, words.len())?);
-            tables.fill(current, &words, stream)?;
-            copy.layers = base;
-            copy.chunks = tables.word(0);
-            copy.slots = tables.word(num_chunks);
-            let kernel = CopyKernel {
-                layers: Layers::One,
-                direction: self.direction,
-                width,
-            };
-            if let Some(shape) = LaunchShape::of(&copy, width) {
-                // SAFETY: slots and sizes were checked by the plan; the rest is the caller's promise.
-                unsafe { current.launch(kernels, kernel, shape, &copy, stream) }?;
-            }
-            return Ok(());
-        }
-        self.device.count(CopyPath::Engine);
-        let (mut to, mut from, mut lens) = (Vec::new(), Vec::new(), Vec::new());
-        for (span, piece) in self.spans.iter().zip(pieces) {
-            for run in span.plan.runs() {
-                let (paged, other) = (base + run.paged as u64, piece.address + run.chunk as u64);
-                let ends = match self.direction {
-                    Direction::Gather => (other, paged),
-                    Direction::Scatter => (paged, other),
-                };
-                to.push(ends.0);
-                from.push(ends.1);
-                lens.push(run.len);
-            }
-        }
-        // SAFETY: as above.
-        unsafe {
-            if is_reached && self.device.context().driver().has_batched_copies() {
-                current.copy_batch(&to, &from, &lens, stream)?;
-            } else {
-                for ((&to, &from), &len) in to.iter().zip(&from).zip(&lens) {
-                    current.copy(to, from, len, stream)?;
-                }
-            }
-        }
-        Ok(())
+        let addresses: Vec<u64> = pieces.iter().map(|piece| piece.address).collect();
+        let spans: Vec<_> = self.spans.iter().map(Planned::span).collect();
+        let batch = Batch {
+            executor,
+            cache: &self.cache,
+            direction: self.direction,
+            addresses: &addresses,
+            spans: &spans,
+            plans: &self.plans,
+            units: Some(&self.units),
+        };
+        let reach = reach_of(pieces);
+        let path = |runs, bytes| self.device.choose(self.direction, reach, runs, bytes);
+        let mut moves = batch.moves(current, path, &mut used.tables)?;
+        self.device.count(moves.path());
+        let layer = Layer {
+            executor,
+            current,
+            direction: self.direction,
+            base: self.cache.bases[layer],
+            // A piece has one layer.
+            index: 0,
+        };
+        // SAFETY: slots and sizes were checked by the plan, and pieces by `require`; the rest is the caller's promise.
+        unsafe { moves.give(&layer) }
     }
 
     fn require(&self, layer: usize, pieces: &[Piece]) -> Result<(), TransferError> {
@@ -322,5 +299,18 @@ impl DeviceLayerCopy {
             }
         }
         Ok(())
+    }
+}
+
+/// Of memory of several kinds, that which the fewest ways reach.
+fn reach_of(pieces: &[Piece]) -> Reach {
+    let all = |reach| pieces.iter().all(|piece| piece.reach == reach);
+    let any = |reach| pieces.iter().any(|piece| piece.reach == reach);
+    if any(Reach::Pageable) {
+        Reach::Pageable
+    } else if all(Reach::OnDevice) {
+        Reach::OnDevice
+    } else {
+        Reach::PageLocked
     }
 }

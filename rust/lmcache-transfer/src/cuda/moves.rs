@@ -146,6 +146,30 @@ pub(super) struct Batch<'a> {
     pub(super) addresses: &'a [u64],
     pub(super) spans: &'a [ChunkSpan<'a>],
     pub(super) plans: &'a [CopyPlan],
+    /// What [`units`] answers for all spans together, where it is known already.
+    pub(super) units: Option<&'a [u64]>,
+}
+
+/// A slot for each of a span's units, for kernels: -1 for those that are skipped.
+pub(super) fn units(
+    cache: &DeviceCache,
+    span: &ChunkSpan<'_>,
+) -> Result<impl Iterator<Item = u64>, CudaError> {
+    let layout = &cache.layout;
+    let slots = unit_slots(layout, cache.num_blocks, span.num_tokens, span.placement)?;
+    let skip = span.skip / unit_tokens(layout);
+    Ok(slots.into_iter().enumerate().map(move |(unit, slot)| {
+        let moved = if unit < skip { -1 } else { slot };
+        moved as u64
+    }))
+}
+
+/// Tokens that the kernels count as one: a whole block where only that has a meaning.
+pub(super) fn unit_tokens(layout: &PagedLayout) -> usize {
+    match *layout {
+        PagedLayout::Opaque { block_tokens, .. } => block_tokens,
+        PagedLayout::Tokens { .. } => 1,
+    }
 }
 
 impl Batch<'_> {
@@ -217,25 +241,16 @@ impl Batch<'_> {
         }
     }
 
-    /// Tokens that the kernels count as one: a whole block where only that has a meaning.
-    pub(super) fn unit_tokens(&self) -> usize {
-        match self.cache.layout {
-            PagedLayout::Opaque { block_tokens, .. } => block_tokens,
-            PagedLayout::Tokens { .. } => 1,
-        }
-    }
-
     /// Tables on the device: an address for each chunk, then a slot for each unit, -1 for those that are skipped.
     pub(super) fn tables(&self, current: &Current, chunks: &[u64]) -> Result<Tables, CudaError> {
-        let (layout, num_blocks) = (&self.cache.layout, self.cache.num_blocks);
         let mut words = chunks.to_vec();
-        for span in self.spans {
-            let slots = unit_slots(layout, num_blocks, span.num_tokens, span.placement)?;
-            let skip = span.skip / self.unit_tokens();
-            words.extend(slots.iter().enumerate().map(|(unit, &slot)| {
-                let moved = if unit < skip { -1 } else { slot };
-                moved as u64
-            }));
+        match self.units {
+            Some(units) => words.extend(units),
+            None => {
+                for span in self.spans {
+                    words.extend(units(self.cache, span)?);
+                }
+            }
         }
         let tables = self.executor.tables(current, words.len())?;
         tables.fill(current, &words, self.executor.stream(self.direction))?;

@@ -24,13 +24,23 @@ pub use switchable::leave_out;
 #[cfg(feature = "planted-removals")]
 pub(crate) use switchable::left_out;
 
-/// Every wait by its name.
-pub const WAITS: [&str; 5] = [
+/// Every wait by its name, each at one place of the sources.
+pub const WAITS: [&str; 15] = [
     "store after engine",
     "engine after store",
     "load after engine",
     "engine after load",
     "host after copies",
+    "drop after copies",
+    "engine after whole store",
+    "engine after whole load",
+    "layer copy after engine",
+    "engine after loaded layer",
+    "engine after stored layers",
+    "release after copies",
+    "host after stream",
+    "settle after landings",
+    "close after landings",
 ];
 
 #[cfg(not(feature = "planted-removals"))]

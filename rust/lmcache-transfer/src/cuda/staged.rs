@@ -13,7 +13,7 @@ use crate::cuda::descriptors::Descriptor;
 use crate::cuda::error::CudaError;
 use crate::cuda::handles::DeviceMemory;
 use crate::cuda::kernels::{CopyKernel, Direction, LaunchShape, PagedCopy};
-use crate::cuda::moves::{Batch, CopyList, Layer};
+use crate::cuda::moves::{Batch, CopyList, Layer, unit_tokens};
 use crate::cuda::tables::Tables;
 
 /// Device memory that a direction stages in, once anything is staged at all: chunks' layers of some hundred KiB to
@@ -109,7 +109,7 @@ impl Staged {
         let places: Vec<u64> = (0..batch.spans.len()).map(place).collect();
         let made = tables.insert(batch.tables(current, &places)?);
 
-        let units_a_chunk = chunk_tokens / batch.unit_tokens();
+        let units_a_chunk = chunk_tokens / unit_tokens(layout);
         let (mut groups, mut pieces) = (Vec::new(), Vec::new());
         let mut kernel = None;
         for (number, spans) in batch.spans.chunks(chunks_a_group).enumerate() {

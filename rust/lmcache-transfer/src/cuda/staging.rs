@@ -1,11 +1,11 @@
 //! A layer of some tokens in a buffer on the GPU: loaded, turned, zeroed, unloaded.
 
 use std::any::Any;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
-use crate::cuda::device::Device;
+use crate::cuda::device::{Device, Reach};
 use crate::cuda::error::CudaError;
-use crate::cuda::handles::DeviceMemory;
+use crate::cuda::handles::{DeviceMemory, Kernels};
 use crate::cuda::kernels::{Direction, LaunchShape, RopeShift, ShiftKernel};
 use crate::cuda::layer_copy::{LentTables, Piece};
 use crate::error::TransferError;
@@ -20,6 +20,21 @@ pub struct DeviceBuffer {
     /// There until the drop; `None` for no bytes.
     memory: Option<Arc<DeviceMemory>>,
     len: usize,
+    /// Where its gaps were when many were last zeroed: they are the same in every layer.
+    gaps: Mutex<Option<Gaps>>,
+}
+
+/// So many gaps are zeroed by one kernel; fewer by a fill each, which needs no table.
+const MANY_GAPS: usize = 4;
+
+/// Parts of a buffer that a kernel zeroes, in rows of one length.
+#[derive(Debug)]
+struct Gaps {
+    ranges: Vec<(usize, usize)>,
+    /// A word for each row, negative where it is in a gap.
+    tables: Arc<LentTables>,
+    num_rows: u32,
+    row_bytes: usize,
 }
 
 impl DeviceBuffer {
@@ -36,6 +51,7 @@ impl DeviceBuffer {
             direction,
             memory,
             len,
+            gaps: Mutex::new(None),
         };
         if cfg!(debug_assertions) && len > 0 {
             let stream = device.executor().stream(direction);
@@ -70,7 +86,7 @@ impl DeviceBuffer {
         let piece = Piece {
             address: self.address(),
             len: self.len,
-            is_reached: true,
+            reach: Reach::OnDevice,
         };
         (piece, Box::new(self.memory.clone()))
     }
@@ -117,17 +133,85 @@ impl DeviceBuffer {
 
     /// Has the bytes of each `(start, end)` zeroed; they must be within the buffer.
     pub fn zero(&self, ranges: &[(usize, usize)]) -> Result<(), CudaError> {
+        let ranges: Vec<_> = ranges
+            .iter()
+            .copied()
+            .filter(|(start, end)| start < end)
+            .collect();
+        let is_within = |&(_, end): &(usize, usize)| end <= self.len;
+        assert!(ranges.iter().all(is_within), "checked by the caller");
+        let executor = self.device.executor();
+        if ranges.len() >= MANY_GAPS
+            && let Some(kernels) = &executor.kernels
+            && let Some(num_rows) = self.rows_of(&ranges)
+        {
+            return self.zero_rows(ranges, num_rows, kernels);
+        }
         let current = self.device.enter()?;
-        let stream = self.device.executor().stream(self.direction);
-        for &(start, end) in ranges {
-            assert!(start <= end && end <= self.len, "checked by the caller");
-            if start < end {
-                let address = self.address() + start as u64;
-                // SAFETY: within the buffer, which goes only behind this stream's work.
-                unsafe { current.fill(address, 0, end - start, stream) }?;
-            }
+        for (start, end) in ranges {
+            let address = self.address() + start as u64;
+            let stream = executor.stream(self.direction);
+            // SAFETY: within the buffer, which goes only behind this stream's work.
+            unsafe { current.fill(address, 0, end - start, stream) }?;
         }
         Ok(())
+    }
+
+    /// How many rows of equal length the buffer has if every gap is of whole ones; `None` where there are more of
+    /// them than a table is worth.
+    fn rows_of(&self, ranges: &[(usize, usize)]) -> Option<u32> {
+        let bounds = ranges.iter().flat_map(|&(start, end)| [start, end]);
+        let row_bytes = bounds.fold(self.len, greatest_divisor);
+        let num_rows = self.len / row_bytes;
+        // A row is worth its word.
+        (row_bytes >= 64).then_some(u32::try_from(num_rows).ok()?)
+    }
+
+    fn zero_rows(
+        &self,
+        ranges: Vec<(usize, usize)>,
+        num_rows: u32,
+        kernels: &Kernels,
+    ) -> Result<(), CudaError> {
+        let mut gaps = self.gaps.lock().unwrap_or_else(PoisonError::into_inner);
+        if gaps.as_ref().is_none_or(|gaps| gaps.ranges != ranges) {
+            *gaps = None;
+            *gaps = Some(self.plan_gaps(ranges, num_rows)?);
+        }
+        let gaps = gaps.as_ref().expect("planned just now");
+        let shift = RopeShift {
+            stored: gaps.tables.word(0),
+            token_stride: gaps.row_bytes as u64,
+            rows: self.address(),
+            row_bytes: gaps.row_bytes as u64,
+            num_tokens: gaps.num_rows,
+            ..RopeShift::default()
+        };
+        let kernel = ShiftKernel::ZeroGaps(shift.vector_width());
+        let Some(shape) = LaunchShape::of_shift(&shift, kernel) else {
+            return Ok(());
+        };
+        let stream = self.device.executor().stream(self.direction);
+        let current = self.device.enter()?;
+        // SAFETY: the rows fill the buffer, which goes only behind this stream's work, and so do the tables.
+        unsafe { current.launch_shift(kernels, kernel, shape, &shift, stream) }?;
+        drop(current);
+        self.device
+            .hold(self.direction, Box::new(Arc::clone(&gaps.tables)))
+    }
+
+    fn plan_gaps(&self, ranges: Vec<(usize, usize)>, num_rows: u32) -> Result<Gaps, CudaError> {
+        let row_bytes = self.len / num_rows as usize;
+        let mut words = vec![0; num_rows as usize];
+        for &(start, end) in &ranges {
+            words[start / row_bytes..end / row_bytes].fill(-1i64 as u64);
+        }
+        Ok(Gaps {
+            tables: filled(&self.device, self.direction, &words)?,
+            ranges,
+            num_rows,
+            row_bytes,
+        })
     }
 
     /// Has the keys in the buffer turned to the positions that `turn` leads to.
@@ -144,9 +228,10 @@ impl DeviceBuffer {
             return Ok(());
         };
         let Some(kernels) = &self.device.executor().kernels else {
-            return Err(CudaError::NoKernels {
-                reason: "none could be loaded",
-            });
+            let refused = self.device.executor().without_kernels();
+            return Err(refused.cloned().unwrap_or(CudaError::NoKernels {
+                reason: "none were loaded",
+            }));
         };
         let shift = RopeShift {
             keys: self.address() + turn.offset,
@@ -260,14 +345,7 @@ impl DeviceTurn {
             let words: Vec<u64> = positions
                 .chain(half_turns.iter().map(|value| value.to_bits()))
                 .collect();
-            let current = device.enter()?;
-            let executor = device.executor();
-            let tables = Arc::new(LentTables::of(executor, &current, words.len())?);
-            let filled = tables.fill(&current, &words, executor.stream(Direction::Scatter));
-            drop(current);
-            device.hold(Direction::Scatter, Box::new(Arc::clone(&tables)))?;
-            filled?;
-            Some(tables)
+            Some(filled(device, Direction::Scatter, &words)?)
         };
         Ok(Self {
             tables,
@@ -278,6 +356,30 @@ impl DeviceTurn {
             offset: (rows.offset * size) as u64,
         })
     }
+}
+
+/// Tables with `words` in them, for what a direction's stream is given from now on.
+fn filled(
+    device: &Arc<Device>,
+    direction: Direction,
+    words: &[u64],
+) -> Result<Arc<LentTables>, CudaError> {
+    let current = device.enter()?;
+    let executor = device.executor();
+    let tables = Arc::new(LentTables::of(executor, &current, words.len())?);
+    let given = tables.fill(&current, words, executor.stream(direction));
+    drop(current);
+    // Whatever came of it, a part may be under way.
+    device.hold(direction, Box::new(Arc::clone(&tables)))?;
+    given.map(|()| tables)
+}
+
+fn greatest_divisor(one: usize, other: usize) -> usize {
+    let (mut one, mut other) = (one, other);
+    while other != 0 {
+        (one, other) = (other, one % other);
+    }
+    one
 }
 
 fn refused(reason: &str) -> CudaError {
