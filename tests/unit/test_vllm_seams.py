@@ -5,6 +5,7 @@ What fails here is planted in the middle of a hook, so that half of its work is 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
 from vllm.v1.request import Request
 
 from lmcache_rs.vllm_v1.metadata import LMCacheConnectorMetadata
+from lmcache_rs.vllm_v1.prefetches import AskedPrefetches
 
 PROMPT = 2 * CHUNK + 1
 
@@ -105,10 +107,8 @@ def test_a_fault_in_what_workers_say_leaves_nobody_awaited(
     monkeypatch.setattr(pair.scheduler, part, fails)
     pair.execute(pair.describe({}))
     pair.failed = {1}
-    try:
+    with contextlib.suppress(Planted):
         pair.report()
-    except Planted:
-        pass
     assert not pair.scheduler.is_awaiting_saves
     assert pair.scheduler._finished == {}
 
@@ -158,7 +158,7 @@ def test_what_has_failed_as_a_whole_is_not_tried_again() -> None:
     request, _, is_async = granted(pair)
     assert is_async
     pair.step({})
-    finished, _ = pair.worker.take_finished_loads()
+    assert pair.worker.take_finished_loads()[0] == {request.request_id}
     # vLLM has taken it back as a whole, and asks again.
     request.num_computed_tokens = 0
     assert pair.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
@@ -173,7 +173,7 @@ def test_what_has_failed_as_a_whole_is_not_tried_again() -> None:
 
 
 def loaded_by_another(pair: Pair, num_tokens: int) -> Request:
-    """vLLM's MultiConnector took up another child's answer; ours hears of blocks and of 0 tokens."""
+    """vLLM's MultiConnector took up another child's answer; ours hears of blocks and 0 tokens."""
     request = new_request(num_tokens, seed=7)
     assert pair.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
     pair.grant(request, 0)
@@ -226,3 +226,43 @@ def test_who_comes_back_from_a_load_of_ours_puts_nothing_in_doubt() -> None:
     pair.execute(metadata)
     pair.finish(request)
     pair.close()
+
+
+# --- tiers below and KV events --------------------------------------------------------------------
+
+
+def test_what_is_asked_from_below_is_described_before_it_comes(pair: Pair) -> None:
+    """A tier may have chunks of an engine's earlier life, which no request of this one has saved."""
+    noted: list[tuple[str, int]] = []
+
+    class Stream:
+        def note(self, request: Request, namespace: str, hashes: bytes) -> None:
+            noted.append((request.request_id, len(hashes) // 32))
+
+    pair.scheduler.event_stream = Stream()  # type: ignore[assignment]
+    pair.scheduler._prefetches = AskedPrefetches(60.0)
+    request = new_request(PROMPT, seed=11)
+    assert pair.scheduler.get_num_new_matched_tokens(request, 0) == (None, False)
+    assert noted == [(request.request_id, 2)]
+    metadata = pair.describe({})
+    assert metadata.prefetches is not None
+    assert request.request_id in metadata.prefetches.begun
+    assert pair.scheduler.get_num_new_matched_tokens(request, 0) == (None, False)
+    assert len(noted) == 1, "once"
+    pair.finish(request)
+
+
+def test_a_description_that_fails_takes_no_order_with_it(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or chunks that a request has asked for would be held for ever."""
+    pair.scheduler._prefetches = AskedPrefetches(60.0)
+    request = new_request(PROMPT, seed=11)
+    assert pair.scheduler.get_num_new_matched_tokens(request, 0) == (None, False)
+    pair.describe({})
+    pair.finish(request)
+    with monkeypatch.context() as plant:
+        plant.setattr(pair.scheduler, "_log_finished", fails)
+        first = pair.describe({})
+    ended = [each.prefetches.ended for each in (first, pair.describe({})) if each.prefetches]
+    assert sum(ended, []) == [request.request_id]
