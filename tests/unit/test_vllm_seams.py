@@ -232,7 +232,7 @@ def test_who_comes_back_from_a_load_of_ours_puts_nothing_in_doubt() -> None:
 
 
 def test_what_is_asked_from_below_is_described_before_it_comes(pair: Pair) -> None:
-    """A tier may have chunks of an engine's earlier life, which no request of this one has saved."""
+    """A tier may have chunks of an earlier engine, which no request of this one has saved."""
     noted: list[tuple[str, int]] = []
 
     class Stream:
@@ -264,5 +264,6 @@ def test_a_description_that_fails_takes_no_order_with_it(
     with monkeypatch.context() as plant:
         plant.setattr(pair.scheduler, "_log_finished", fails)
         first = pair.describe({})
-    ended = [each.prefetches.ended for each in (first, pair.describe({})) if each.prefetches]
-    assert sum(ended, []) == [request.request_id]
+    orders = [each.prefetches for each in (first, pair.describe({}))]
+    ended = [req_id for each in orders if each is not None for req_id in each.ended]
+    assert ended == [request.request_id]
