@@ -100,7 +100,13 @@ class Engine:
         assert isinstance(worker, LMCacheConnectorV1Dynamic)
         worker.register_kv_caches(self.memory.tensors)
         self.worker = worker
-        self.runner = Runner(worker, self.memory, self._identities.__getitem__, settings.window)
+        self.runner = Runner(
+            worker,
+            self.memory,
+            self._identities.__getitem__,
+            settings.window,
+            drafts=settings.num_drafts > 0,
+        )
         scheduler_class = AsyncScheduler if settings.is_async else Scheduler
         self.scheduler: Scheduler = scheduler_class(
             config,

@@ -72,6 +72,8 @@ class Runner:
         memory: The engine's KV memory, registered with it.
         identity_of: What besides the tokens decides a request's KV.
         window: Tokens that attention reaches back; 0 for all.
+        drafts: Whether a draft model runs behind the forward pass: what the step saves is asked for
+            only then, when all that vLLM wants to know of the step has been asked.
     """
 
     def __init__(
@@ -80,12 +82,15 @@ class Runner:
         memory: PagedMemory,
         identity_of: Callable[[str], str],
         window: int = 0,
+        *,
+        drafts: bool = False,
     ) -> None:
         self.worker = worker
         self.memory = memory
         self.sequences: dict[str, Sequence] = {}
         self._identity_of = identity_of
         self._window = window
+        self._drafts = drafts
 
     def execute(self, scheduled: SchedulerOutput) -> Outcome:
         """One step, with all the hooks around and in it."""
@@ -105,7 +110,9 @@ class Runner:
             self.memory.watch_writes()
             worker.start_load_kv(None)
             written = [self.memory.written_slots(layer) for layer in range(len(LAYER_NAMES))]
-        worker.wait_for_save()
+        ends_late = self._drafts and bool(passes)
+        if not ends_late:
+            worker.wait_for_save()
         results = worker.get_transfer_results(scheduled.finished_req_ids)
         connector_output = KVConnectorOutput(
             finished_sending=results.finished_sending,
@@ -116,6 +123,8 @@ class Runner:
             kv_cache_events=worker.get_kv_connector_kv_cache_events(),
             kv_connector_worker_meta=worker.build_connector_worker_meta(),
         )
+        if ends_late:
+            worker.wait_for_save()
         worker.clear_connector_metadata()
         output = self._sampled(passes)
         output.kv_connector_output = connector_output

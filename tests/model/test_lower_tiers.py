@@ -129,3 +129,14 @@ def test_a_request_that_goes_while_its_chunks_come_leaves_nothing_behind(opened:
     Shelf.newest.is_open.set()
     run(engine)
     engine.finish()
+
+
+def test_a_store_that_stays_unwell_costs_each_request_one_load(opened: Open) -> None:
+    """The tier brings back what the failed load took out of the index, again and again."""
+    stored(engine := opened(), 3 * CHUNK + 1)
+    engine._store.is_healthy = lambda: False  # type: ignore[method-assign]
+    engine.add(request("again", 3 * CHUNK + 1), "")
+    run(engine)
+    assert engine.judge.seen["promises"] == 1
+    del engine._store.is_healthy
+    engine.finish()

@@ -369,6 +369,11 @@ def block_table(scheduler_output: SchedulerOutput, req_id: str) -> list[int]:
     return list(tables[0]) if tables else []
 
 
+def has_loads_in_step(scheduler_output: SchedulerOutput) -> bool:
+    """Whether the step computes on what connectors load for it; where vLLM does not say, it may."""
+    return bool(getattr(scheduler_output, "has_sync_kv_loads", True))
+
+
 def granted_block_ids(blocks: KVCacheBlocks) -> list[int]:
     """The block table that vLLM granted a request."""
     return list(blocks.get_block_ids()[0])

@@ -70,6 +70,10 @@ class AskedPrefetches:
             asked.is_over = True
         return not asked.is_over
 
+    def is_new(self, req_id: str) -> bool:
+        """Whether the worker half has yet to be told of the request's chunks."""
+        return req_id in self._orders.begun
+
     def settle(self, req_id: str) -> bool:
         """True the first time it is asked for a request that is not pending any more."""
         asked = self._asked.get(req_id)

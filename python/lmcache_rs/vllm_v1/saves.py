@@ -111,8 +111,7 @@ class BackgroundSaves:
 
     def _end(self, req: ReqMeta, transfer: Transfer[Stored]) -> None:
         try:
-            stored = transfer.outcome()
+            self._count(req, transfer.outcome())
         except Exception as error:
+            # It has ended all the same: whoever waits for it must hear that.
             self._faults.note("wait_for_save", error)
-            return
-        self._count(req, stored)

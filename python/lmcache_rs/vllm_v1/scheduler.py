@@ -31,6 +31,7 @@ from lmcache_rs.vllm_v1.metadata import (
     LoadSpec,
     ReqMeta,
     SaveSpec,
+    failed_blocks,
 )
 from lmcache_rs.vllm_v1.prefetches import AskedPrefetches
 from lmcache_rs.vllm_v1.saves import SaveFences
@@ -67,6 +68,8 @@ class RequestTracker:
         last_save_step: The last step whose saves may go on behind it; 0 if there is none.
         load_spec: A promise made to the scheduler and not yet given to the worker.
         granted_block_ids: The block table at the moment blocks were granted for that promise.
+        awaited_end: End of the tokens that it waits for, or has waited for, since it was admitted.
+        tried_after: Its preemptions when it last waited for a load; -1 before that.
     """
 
     request: Request
@@ -81,6 +84,8 @@ class RequestTracker:
     last_save_step: int = 0
     load_spec: LoadSpec | None = None
     granted_block_ids: list[int] = field(default_factory=list)
+    awaited_end: int = 0
+    tried_after: int = -1
     local_tokens: int = 0
     external_tokens: int = 0
     stored_tokens: int = 0
@@ -129,10 +134,13 @@ class LMCacheSchedulerHalf:
     ) -> None:
         self._config = config
         self._load_choice = load_choice or LoadChoice(config.max_sync_load_ms, token_bytes=0)
-        # Promises with blocks, until the next step is described.
         # Where there are tiers below host memory.
         self._prefetches: AskedPrefetches | None = None
+        # Promises with blocks, and who got blocks without one, until the next step is described.
         self._granted: dict[str, RequestTracker] = {}
+        self._unpromised: list[RequestTracker] = []
+        # Steps to come that save nothing: another connector's load may turn out to have failed.
+        self._doubtful_steps = 0
         self._engine_start = engine_start
         self._chunk_size = config.chunk_size
         self._identities = identities or Identities(config, metadata)
@@ -188,11 +196,14 @@ class LMCacheSchedulerHalf:
         tracker = self._track(request, is_lookup=True)
         tracker.load_spec = None
         tracker.local_tokens = num_computed_tokens
-        tracker.asked_tokens = 0
+        tracker.asked_tokens = tracker.awaited_end = 0
         if not self._loads or tracker.namespace is None or request.skip_reading_prefix_cache:
             return 0, False
         tracker.asked_tokens = request.num_tokens - num_computed_tokens
-        if request.num_tokens - 1 - num_computed_tokens < self._config.min_retrieve_tokens:
+        # vLLM asks again when nothing of a load is there. What failed might fail for ever.
+        has_failed = tracker.tried_after == request.num_preemptions
+        num_missing = request.num_tokens - 1 - num_computed_tokens
+        if has_failed or num_missing < self._config.min_retrieve_tokens:
             return self._promise_nothing(request.request_id)
         tracker.extend_chain(request.num_tokens, self._chunk_size)
         hashes = tracker.chain.hashes()
@@ -200,7 +211,7 @@ class LMCacheSchedulerHalf:
             return 0, False
         if self._client is None:
             return 0, False
-        hit_chunks = self._lookup(self._client, request.request_id, tracker.namespace, hashes)
+        hit_chunks = self._lookup(self._client, tracker, tracker.namespace, hashes)
         if hit_chunks is None:
             return None, False
         hit_tokens = hit_chunks * self._chunk_size
@@ -214,14 +225,17 @@ class LMCacheSchedulerHalf:
         return num_new, is_async
 
     def _lookup(
-        self, client: lookup.LookupClient, req_id: str, namespace: str, hashes: bytes
+        self, client: lookup.LookupClient, tracker: RequestTracker, namespace: str, hashes: bytes
     ) -> int | None:
         """Chunks that host memory holds, once what lower tiers have is there, too."""
+        req_id = tracker.request.request_id
         hit_chunks = client.lookup(hashes, req_id, namespace)
         prefetches = self._prefetches
         if prefetches is None or hit_chunks is None or hit_chunks * HASH_BYTES == len(hashes):
             return hit_chunks
         if prefetches.is_pending(req_id, namespace, hashes):
+            if prefetches.is_new(req_id):
+                self._note_contents(tracker, len(hashes) // HASH_BYTES)
             return None
         if prefetches.settle(req_id):
             # Asked before the chunks were there; the lease stays, and is renewed.
@@ -250,6 +264,7 @@ class LMCacheSchedulerHalf:
             self._prefetches.end(req_id)
         if num_external_tokens == 0:
             tracker.load_spec = None
+            self._unpromised.append(tracker)
             self._end_lookup(req_id, release=True)
             return
         # First of all, so that no fault below can lose the promise: the engine counts on it.
@@ -269,13 +284,33 @@ class LMCacheSchedulerHalf:
     # --- the step -----------------------------------------------------------------------------
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> LMCacheConnectorMetadata:
-        """What the worker half loads before and saves after this step."""
+        """What the worker half loads before and saves after this step.
+
+        Whatever fails here, each promise of the step reaches the worker half, if only as failed:
+        vLLM computes on its blocks, or waits for it.
+        """
         metadata = LMCacheConnectorMetadata(
-            self._engine_start,
-            lookup_ids=self._lookup_ids,
-            failures_seen=self._failures_seen,
-            fences=self._fences(scheduler_output),
+            self._engine_start, lookup_ids=self._lookup_ids, failures_seen=self._failures_seen
         )
+        granted, self._granted = self._granted, {}
+        try:
+            self._describe_step(metadata, scheduler_output, granted)
+        except Exception as error:
+            self.faults.note("build_connector_meta", error)
+            metadata.fences.copies_all_first = True
+            for tracker in granted.values():
+                self._describe_failed(metadata, scheduler_output, tracker)
+        # They are on their way to the worker half only from here on.
+        self._to_ask -= metadata.fences.awaited
+        return metadata
+
+    def _describe_step(
+        self,
+        metadata: LMCacheConnectorMetadata,
+        scheduler_output: SchedulerOutput,
+        granted: Mapping[str, RequestTracker],
+    ) -> None:
+        metadata.fences = self._fences(scheduler_output)
         if self._prefetches is not None:
             metadata.prefetches = self._prefetches.take_orders()
         step = scheduler_output.num_scheduled_tokens
@@ -283,7 +318,9 @@ class LMCacheSchedulerHalf:
             # vLLM may say no more: the outcome of a step without tokens reaches nobody.
             self._log_finished()
         self._open_steps += bool(step)
-        granted, self._granted = self._granted, {}
+        others_load = self._others_load(scheduler_output)
+        if others_load:
+            self._doubtful_steps = STEPS_IN_FLIGHT
         for req_id, waiting in granted.items():
             spec = waiting.load_spec
             # vLLM's word: a request that waits for its load has blocks and computes nothing.
@@ -309,20 +346,53 @@ class LMCacheSchedulerHalf:
             except Exception as error:
                 self.faults.note("build_connector_meta", error)
                 if load_spec is not None:
-                    metadata.unloadable_block_ids.update(set(block_ids) - {NULL_BLOCK})
+                    metadata.unloadable_block_ids |= self._promised_blocks(load_spec, block_ids)
                 continue
             if req is not None:
                 metadata.requests.append(req)
+        if step:
+            self._doubtful_steps = max(0, self._doubtful_steps - 1)
         loads = any(req.load_spec and not req.load_spec.is_async for req in metadata.requests)
+        loads |= others_load
         tables: dict[str, list[int]] = {}
         if loads or any(loaded for loaded, _ in self._last_tables):
             # What is computed on a load that will have failed must be found again.
             tables = {req_id: compat.block_table(scheduler_output, req_id) for req_id in step}
         self._last_tables.append((loads, tables))
         self._load_choice.begin_step(others_run=bool(step))
-        # It is on its way to the worker half only from here on.
-        self._to_ask -= metadata.fences.awaited
-        return metadata
+
+    def _others_load(self, scheduler_output: SchedulerOutput) -> bool:
+        """Whether another connector beside ours loads what this very step computes on.
+
+        If that fails, our worker half is not told, and the scheduler half not before the step has
+        ended: it would have saved what was computed on nothing.
+        """
+        unpromised, self._unpromised = self._unpromised, []
+        return compat.has_loads_in_step(scheduler_output) and any(
+            tracker.request.num_computed_tokens > max(tracker.local_tokens, tracker.awaited_end)
+            for tracker in unpromised
+        )
+
+    def _promised_blocks(self, spec: LoadSpec, block_ids: list[int]) -> set[int]:
+        start, end = spec.vllm_cached_tokens, spec.lmcache_cached_tokens
+        return failed_blocks(block_ids, self._block_tokens, start, end)
+
+    def _describe_failed(
+        self,
+        metadata: LMCacheConnectorMetadata,
+        scheduler_output: SchedulerOutput,
+        tracker: RequestTracker,
+    ) -> None:
+        """What was promised to a request and has not reached the description is not loaded."""
+        spec, tracker.load_spec = tracker.load_spec, None
+        if spec is None:
+            return
+        req_id, block_ids = tracker.request.request_id, tracker.granted_block_ids
+        if req_id in scheduler_output.num_scheduled_tokens:
+            metadata.unloadable_block_ids |= self._promised_blocks(spec, block_ids)
+        else:
+            metadata.requests.append(ReqMeta(req_id, 0, b"", block_ids, "", load_spec=spec))
+            tracker.tried_after = tracker.request.num_preemptions
 
     def _describe_async_load(self, tracker: RequestTracker, spec: LoadSpec) -> ReqMeta:
         tracker.load_spec = None
@@ -331,6 +401,8 @@ class LMCacheSchedulerHalf:
         # As if computed: if it fails, vLLM's own count comes out lower.
         tracker.saved_tokens = end // chunk_size * chunk_size
         tracker.computed_tokens = min(end, tracker.request.num_tokens - 1)
+        tracker.awaited_end = end
+        tracker.tried_after = tracker.request.num_preemptions
         hashes = b""
         try:
             hashes = tracker.chain.hashes(end // chunk_size)
@@ -380,7 +452,7 @@ class LMCacheSchedulerHalf:
             # What others have saved of these blocks is written anew, too.
             fences.copies_all_first = True
         tracker.computed_tokens = computed
-        save_end = self._save_end(tracker, computed, block_ids)
+        save_end = 0 if self._doubtful_steps else self._save_end(tracker, computed, block_ids)
         save_spec = None
         if save_end > tracker.saved_tokens:
             skip = 0 if self._saves_all else tracker.saved_tokens
@@ -390,7 +462,7 @@ class LMCacheSchedulerHalf:
         if load_spec is None and save_spec is None:
             return None
         load_end = 0 if load_spec is None else load_spec.lmcache_cached_tokens
-        if save_spec is not None and self.event_stream is not None:
+        if save_spec is not None:
             self._note_contents(tracker, save_end // chunk_size)
         return ReqMeta(
             req_id=tracker.request.request_id,
@@ -404,7 +476,8 @@ class LMCacheSchedulerHalf:
 
     def _note_contents(self, tracker: RequestTracker, num_chunks: int) -> None:
         """What these chunks hold, for whoever is told that they are stored."""
-        assert self.event_stream is not None
+        if self.event_stream is None:
+            return
         hashes = tracker.chain.hashes(num_chunks)
         try:
             self.event_stream.note(tracker.request, tracker.namespace or "", hashes)
@@ -460,13 +533,23 @@ class LMCacheSchedulerHalf:
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Takes in what the workers did."""
         self._open_steps = max(0, self._open_steps - 1)
+        # First: as long as one is awaited, vLLM rather waits for its blocks than takes others.
+        self._awaited -= connector_output.finished_sending or set()
         if connector_output.invalid_block_ids:
-            self._take_back_failed(connector_output.invalid_block_ids)
+            try:
+                self._take_back_failed(connector_output.invalid_block_ids)
+            except Exception as error:
+                self.faults.note("update_connector_output", error)
         outcome = connector_output.kv_connector_worker_meta
         if isinstance(outcome, LMCacheWorkerMetadata):
             self._failures_seen = outcome.failures
             self._saves_ended = max(self._saves_ended, outcome.saves_ended or 0)
-            self._find_workers(outcome)
+            try:
+                self._find_workers(outcome)
+            except Exception as error:
+                # Without them no request has a hit; the next outcome tells of them again.
+                self._lookup_ids = {}
+                self.faults.note("update_connector_output", error)
             self._load_choice.measured(outcome.load_bytes_per_second)
             if self._prefetches is not None:
                 self._prefetches.done(outcome.prefetched)
@@ -476,7 +559,6 @@ class LMCacheSchedulerHalf:
                     tracker.stored_tokens += of_request.stored_tokens
                 self.counts["hit_tokens"] += of_request.loaded_tokens
                 self.counts["stored_tokens"] += of_request.stored_tokens
-        self._awaited -= connector_output.finished_sending or set()
         self._log_finished()
 
     def _find_workers(self, outcome: LMCacheWorkerMetadata) -> None:
@@ -536,9 +618,10 @@ class LMCacheSchedulerHalf:
         if awaits:
             self._to_ask.add(req_id)
             self._awaited.add(req_id)
-        if self._prefetches is not None:
-            self._prefetches.end(req_id)
+        # From here on nothing may fail: vLLM takes a fault for "nobody is awaited".
         try:
+            if self._prefetches is not None:
+                self._prefetches.end(req_id)
             self._end_lookup(req_id, release=True)
         except Exception as error:
             self.faults.note("request_finished", error)

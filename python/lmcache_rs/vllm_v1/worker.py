@@ -303,11 +303,13 @@ class LMCacheWorkerHalf:
         failed: set[str] = set()
         for load in self._async_loads.take_finished():
             finished.add(load.req.req_id)
+            is_whole = False
             try:
-                if not self._account_for(load) and self._fails_whole_loads:
-                    failed.add(load.req.req_id)
+                is_whole = self._account_for(load)
             except Exception as error:
                 self._faults.note("finish_load", error)
+            if not is_whole and self._fails_whole_loads:
+                failed.add(load.req.req_id)
         return finished, failed
 
     def _account_for(self, load: FinishedLoad) -> bool:
