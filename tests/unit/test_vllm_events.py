@@ -309,7 +309,8 @@ def test_reports_go_with_the_metadata_of_a_step_where_nobody_asks_for_events() -
     assert removed.block_hashes == stored.block_hashes
     metadata = [LMCacheWorkerMetadata(event_reports=[RankReport(r, False, [])]) for r in (0, 1)]
     merged = metadata[0].aggregate(metadata[1])
-    assert [report.rank for report in merged.event_reports] == [0, 1]
+    reports = [report for each in merged.of_ranks() for report in each.event_reports]
+    assert [report.rank for report in reports] == [0, 1]
 
 
 class Kept(StorageBackend):

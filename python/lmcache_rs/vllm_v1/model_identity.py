@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lmcache_rs.fingerprint import Digest, model_fingerprint, weights_of
+from lmcache_rs.lookup import Rank
 from vllm import envs
 
 if TYPE_CHECKING:
@@ -187,7 +188,10 @@ def _snapshot(repository: str, commit: str, cache: str | None) -> Path | None:
 
 
 def stated(
-    metadata: LMCacheMetadata, vllm_config: VllmConfig, engine_start: str
+    metadata: LMCacheMetadata,
+    vllm_config: VllmConfig,
+    engine_start: str,
+    rank: Rank = Rank(0, 0, 0),
 ) -> LMCacheMetadata:
     """The facts with the model's name and fingerprint and this rank's place."""
     parallel = vllm_config.parallel_config
@@ -195,8 +199,8 @@ def stated(
         metadata,
         model_name=model_name_of(vllm_config),
         model_fingerprint=fingerprint_of(vllm_config, engine_start),
-        tensor_parallel_rank=0,
+        tensor_parallel_rank=rank.tp,
         tensor_parallel_size=parallel.tensor_parallel_size,
-        pipeline_parallel_rank=0,
+        pipeline_parallel_rank=rank.pp,
         pipeline_parallel_size=parallel.pipeline_parallel_size,
     )
