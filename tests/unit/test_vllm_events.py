@@ -21,7 +21,7 @@ from lmcache_rs.storage import StorageBackend, StorageManager
 from lmcache_rs.vllm_v1.connector import LMCacheConnectorV1Dynamic
 from lmcache_rs.vllm_v1.events import EventReports, KVEventStream, LMCacheKVEvents, RankReport
 from lmcache_rs.vllm_v1.faults import Faults
-from lmcache_rs.vllm_v1.metadata import LMCacheWorkerMetadata
+from lmcache_rs.vllm_v1.metadata import ONLY_RANK, LMCacheWorkerMetadata
 
 CHUNK, BLOCK, HASH = 8, 4, 2
 LINKS, STRIDE = CHUNK // HASH, BLOCK // HASH
@@ -283,7 +283,9 @@ def test_what_is_stored_nowhere_is_kept_up_to_a_bound(monkeypatch: pytest.Monkey
 def test_reports_go_with_the_metadata_of_a_step_where_nobody_asks_for_events() -> None:
     rank, stream = Rank(0, 100), new_stream()
     worker, scheduler = (object.__new__(LMCacheConnectorV1Dynamic) for _ in range(2))
-    silent = SimpleNamespace(take_outcomes=lambda: None, update_connector_output=lambda _: None)
+    silent = SimpleNamespace(
+        take_outcomes=lambda: None, update_connector_output=lambda _: None, rank=ONLY_RANK
+    )
     manager: Any = SimpleNamespace(worker=silent, event_reports=rank.reports, faults=Faults())
     worker._manager = manager
     manager = SimpleNamespace(scheduler=silent, event_stream=stream, faults=Faults())

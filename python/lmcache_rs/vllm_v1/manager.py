@@ -41,6 +41,21 @@ def machine_bytes() -> int:
     return min((size for size in found if size > 0), default=0)
 
 
+def require_memory(pool_bytes: int, num_ranks: int, machine_bytes: int) -> None:
+    """Stops where the pools of all ranks cannot be there: each of them alone might find room.
+
+    Raises:
+        MemoryError: Says what is asked for, and what there is.
+    """
+    if num_ranks == 1 or not machine_bytes or num_ranks * pool_bytes <= machine_bytes:
+        return
+    raise MemoryError(
+        f"max_local_cpu_size is {pool_bytes / 2**30:.2f} (GB) for each of {num_ranks} ranks on this "
+        f"host, {num_ranks * pool_bytes / 2**30:.2f} GB in all, and it has "
+        f"{machine_bytes / 2**30:.2f}; set it to less than {machine_bytes / num_ranks / 2**30:.2f}"
+    )
+
+
 class LMCacheManager:
     """Builds one half of the connector and owns its start-up and shutdown.
 
@@ -96,7 +111,9 @@ class LMCacheManager:
         identities = identities_of(config, self._metadata, vllm_config, kv_cache_config)
         self._load_failure_policy = str(transfer.kv_load_failure_policy)
         try:
-            self._require_memory()
+            if config.local_cpu:
+                num_ranks = compat.num_local_ranks(vllm_config)
+                require_memory(config.max_local_cpu_bytes, num_ranks, machine_bytes())
             if is_scheduler:
                 self.scheduler = LMCacheSchedulerHalf(
                     config,
@@ -128,21 +145,6 @@ class LMCacheManager:
                 )
         except Exception as error:
             self._degrade("start", error)
-
-    def _require_memory(self) -> None:
-        """Stops where the ranks' pools cannot all be there: each of them alone might seem to be.
-
-        Raises:
-            MemoryError: Says what is asked for, and what there is.
-        """
-        num_ranks = compat.num_local_ranks(self._vllm_config)
-        each, there = self.config.max_local_cpu_bytes, machine_bytes()
-        if self.config.local_cpu and num_ranks > 1 and there and num_ranks * each > there:
-            raise MemoryError(
-                f"max_local_cpu_size is {each / 2**30:.2f} (GB) for each of {num_ranks} ranks on "
-                f"this host, {num_ranks * each / 2**30:.2f} GB in all, and it has "
-                f"{there / 2**30:.2f}; set it to less than {there / num_ranks / 2**30:.2f}"
-            )
 
     def _load_choice(self) -> LoadChoice:
         of = self._kv_cache_config
