@@ -94,6 +94,27 @@ class Rank:
             self.pool.put(namespace, chunk_hash, given[0], CHUNK)
 
 
+@pytest.mark.parametrize("is_anew", [False, True])
+def test_ranks_that_call_their_parts_by_their_own_names_hold_one_chunk(is_anew: bool) -> None:
+    stream = KVEventStream(
+        num_ranks=2,
+        chunk_size=CHUNK,
+        block_tokens=BLOCK,
+        hash_tokens=HASH,
+        num_blocks=8,
+        common_name=lambda name: name.replace("worker=1", "worker=0"),
+    )
+    (chunk_hash,) = chunk_hashes("abcdefgh")
+    stream.note(prompt("abcdefgh"), "worker=0", chunk_hash)
+    for rank in (0, 1):
+        assert stream.take() == []
+        told = (True, "local_cpu", f"worker={rank}", chunk_hash, 64, CHUNK)
+        stream.take_in([RankReport(rank, is_anew, [told])])
+    (stored,) = stream.take()
+    assert isinstance(stored, BlockStored)
+    assert stored.block_hashes == blocks_of("abcdefgh", 0)
+
+
 TEXTS = ("abcdefghijklmnopqrstuvwx", "abcdefghijklMNOPQRSTUVWX", "abcdEFGHijkl", "zyxwvuts")
 
 

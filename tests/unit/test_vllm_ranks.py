@@ -334,14 +334,12 @@ def test_each_rank_has_a_socket_of_its_own_name(engine: Ranks, runtime: pathlib.
 def test_each_rank_keeps_its_part_under_a_name_of_its_own(engine: Ranks) -> None:
     engine.step({})
     store(engine, 1)
-    names = [Identities(engine.scheduler._config, metadata_of(rank)).namespace() for rank in RANKS]
+    config, facts = engine.scheduler._config, [metadata_of(rank) for rank in RANKS]
+    names = [Identities(config, of).namespace() for of in facts]
     assert len(set(names)) == len(RANKS)
-    common = {RankNames.of_no_rank(metadata_of(rank)).of(name) for rank, name in zip(RANKS, names)}
-    assert len(common) == 1
-    assert common.isdisjoint(names), "what nobody has put a rank into names nobody's part"
-    for rank, name in zip(RANKS, names, strict=True):
-        (name_of_no_rank,) = common
-        assert RankNames.of_rank(metadata_of(rank)).of(name_of_no_rank) == name
+    (common,) = {RankNames.of_no_rank(of).of(name) for of, name in zip(facts, names, strict=True)}
+    assert common not in names, "what nobody has put a rank into names nobody's part"
+    assert [RankNames.of_rank(of).of(common) for of in facts] == names
     for number in range(len(RANKS)):
         assert engine.remove(number, engine.hashes(1))
 

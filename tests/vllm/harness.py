@@ -101,6 +101,7 @@ class EngineSpec:
     # Where vLLM publishes KV events, if it is to.
     events_endpoint: str | None = None
     load_failure_policy: str = "recompute"
+    start_timeout_s: float = START_TIMEOUT_S
     options: str = "{}"
     # Anything else may use the same model from a folder of its own.
     model_path: str | None = None
@@ -280,7 +281,7 @@ class Engine:
         theirs.close()
         _OPEN.append(self)
         try:
-            kind, value = self._receive(START_TIMEOUT_S)
+            kind, value = self._receive(spec.start_timeout_s)
         except EngineDied as error:
             self.close()
             raise EngineStartError(str(error)) from error

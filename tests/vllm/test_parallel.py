@@ -10,15 +10,18 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from checks import Baseline, Prompts, chunk_bytes, differences
 from harness import Engine, EngineSpec, Prompt, Report
 from server import Server
+from test_events import Names, Subscriber
 
 from conftest import Engines
 
-CHUNK = 64
+CHUNK, POOL_CHUNKS = 64, 40
 MAX_TOKENS = 4
 # The ranks of an engine share the host's cores.
 CORES = ("VLLM_CPU_OMP_THREADS_BIND", "0|1")
@@ -32,10 +35,9 @@ PIPELINE = EngineSpec(
     env=(CORES, ("TORCHDYNAMO_DISABLE", "0")),
     num_blocks=128,
     max_num_batched_tokens=256,
+    start_timeout_s=500.0,
 )
-soak = pytest.mark.skipif(
-    not os.environ.get("KV_TEST_SOAK"), reason="long: `make soak` runs it"
-)
+soak = pytest.mark.skipif(not os.environ.get("KV_TEST_SOAK"), reason="long: `make soak` runs it")
 
 
 def stored(prompt: Prompt) -> int:
@@ -43,7 +45,7 @@ def stored(prompt: Prompt) -> int:
 
 
 def ask(engine: Engine, baseline: Baseline, prompts: list[Prompt], hit_tokens: int) -> list[Report]:
-    """Asks, and holds the answers against vLLM's own and each rank's bytes against what it stored."""
+    """Asks, and holds the answers against vLLM's own, each rank's bytes against what it stored."""
     reply = engine.ask(prompts, MAX_TOKENS)
     reports = engine.reports()
     assert reply.external_tokens == hit_tokens, (reply, hit_tokens)
@@ -75,17 +77,69 @@ def exercise(engine: Engine, baseline: Baseline, name: str, num_ranks: int) -> l
     return last
 
 
-def test_tensor_parallel_ranks_each_load_their_part(engines: Engines, baseline: Baseline) -> None:
-    engine = engines.get(TENSOR)
+@pytest.fixture(scope="module")
+def tensor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Engine, Subscriber]]:
+    endpoint = f"ipc://{tmp_path_factory.mktemp('events')}/socket"
+    subscriber = Subscriber(endpoint)
+    # Half of a chunk is a rank's.
+    pool_bytes = POOL_CHUNKS * chunk_bytes(TENSOR) // 2
+    with Engine(replace(TENSOR, events_endpoint=endpoint, pool_bytes=pool_bytes)) as engine:
+        yield engine, subscriber
+    subscriber.close()
+
+
+Tensor = tuple[Engine, Subscriber]
+
+
+def test_tensor_parallel_ranks_each_load_their_part(tensor: Tensor, baseline: Baseline) -> None:
+    engine, _ = tensor
     exercise(engine, baseline, "tensor parallel", 2)
-    assert "2 ranks" in engine.log()
+    assert "GB in total on 2 ranks" in engine.log()
+
+
+def test_tokens_are_counted_once_and_bytes_on_each_rank(tensor: Tensor, baseline: Baseline) -> None:
+    engine, _ = tensor
+    prompt = Prompts("counted").fresh(199)
+    before = engine.metrics()
+    ask(engine, baseline, [prompt], 0)
+    engine.cool()
+    ask(engine, baseline, [prompt], 192)
+    engine.idle_step()
+    after = engine.metrics()
+    moved = {name: after[name] - before.get(name, 0) for name in after}
+    assert (moved["stored_tokens"], moved["loaded_tokens"], moved["hit_tokens"]) == (192, 192, 192)
+    assert (moved["stored_chunks"], moved["loaded_chunks"]) == (2 * 3, 2 * 3)
+    assert moved["loaded_bytes"] == moved["stored_bytes"] == 3 * chunk_bytes(TENSOR)
+
+
+def test_what_is_published_is_what_both_ranks_hold(tensor: Tensor, baseline: Baseline) -> None:
+    engine, subscriber = tensor
+    source, names = Prompts("published"), Names()
+    prompts = [source.fresh(640) for _ in range(6)]
+    names.learn(prompts)
+    for prompt in prompts:
+        engine.ask([prompt], 1)
+    until = time.monotonic() + 20
+    while True:
+        engine.idle_step()
+        subscriber.take_in()
+        held = [set(chunks) for chunks in engine.workers("probe_chunks")]
+        known = [each & names.blocks.keys() for each in held]
+        wanted = {block for chunk in known[0] & known[1] for block in names.blocks[chunk]}
+        told = subscriber.held.get("CPU", set())
+        if wanted <= told and len(told) == sum(2 for _ in held[0] & held[1]):
+            break
+        assert time.monotonic() < until, (len(wanted), len(told), len(held[0] & held[1]))
+    assert len(wanted) > 2 * POOL_CHUNKS // 2
+    assert subscriber.removed > 0, "nothing was evicted"
 
 
 def test_a_load_that_fails_on_one_rank_is_computed_again_on_both(
-    engines: Engines, baseline: Baseline
+    tensor: Tensor, baseline: Baseline
 ) -> None:
     """One rank's part is lost under the promise; what the other has loaded is not used either."""
-    engine = engines.get(TENSOR)
+    engine, _ = tensor
+    engine.cool()
     prompt = Prompts("one rank fails").fresh(640)
     ask(engine, baseline, [prompt], 0)
     engine.cool()

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def machine_bytes() -> int:
-    """Memory of this machine, or of the control group that this process is in; 0 if neither says."""
+    """Memory of this machine, or of this process's control group; 0 if neither says."""
     found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     with contextlib.suppress(OSError):
         own = Path("/proc/self/cgroup").read_text(encoding="utf-8").partition("::")[2].strip()
@@ -50,8 +50,8 @@ def require_memory(pool_bytes: int, num_ranks: int, machine_bytes: int) -> None:
     if num_ranks == 1 or not machine_bytes or num_ranks * pool_bytes <= machine_bytes:
         return
     raise MemoryError(
-        f"max_local_cpu_size is {pool_bytes / 2**30:.2f} (GB) for each of {num_ranks} ranks on this "
-        f"host, {num_ranks * pool_bytes / 2**30:.2f} GB in all, and it has "
+        f"max_local_cpu_size is {pool_bytes / 2**30:.2f} (GB) for each of {num_ranks} ranks on "
+        f"this host, {num_ranks * pool_bytes / 2**30:.2f} GB in all, and it has "
         f"{machine_bytes / 2**30:.2f}; set it to less than {machine_bytes / num_ranks / 2**30:.2f}"
     )
 

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lmcache_rs.fingerprint import Digest, model_fingerprint, weights_of
-from lmcache_rs.lookup import Rank
 from vllm import envs
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
+    from lmcache_rs.lookup import Rank
     from lmcache_rs.model_facts import LMCacheMetadata
 
 logger = logging.getLogger("vllm.lmcache_rs")
@@ -191,16 +191,16 @@ def stated(
     metadata: LMCacheMetadata,
     vllm_config: VllmConfig,
     engine_start: str,
-    rank: Rank = Rank(0, 0, 0),
+    rank: Rank | None = None,
 ) -> LMCacheMetadata:
-    """The facts with the model's name and fingerprint and this rank's place."""
+    """The facts with the model's name and fingerprint and a worker's place, else the first one's."""
     parallel = vllm_config.parallel_config
     return dataclasses.replace(
         metadata,
         model_name=model_name_of(vllm_config),
         model_fingerprint=fingerprint_of(vllm_config, engine_start),
-        tensor_parallel_rank=rank.tp,
+        tensor_parallel_rank=rank.tp if rank else 0,
         tensor_parallel_size=parallel.tensor_parallel_size,
-        pipeline_parallel_rank=rank.pp,
+        pipeline_parallel_rank=rank.pp if rank else 0,
         pipeline_parallel_size=parallel.pipeline_parallel_size,
     )

@@ -1,9 +1,9 @@
 """The ranks of one engine: what each calls its part of a chunk, and what all of them have said.
 
 The scheduler half speaks of chunks without saying whose part is meant; every rank puts its own
-place into the names, so that no rank ever finds another one's bytes. Back come the reports of single
-ranks, each of what is new to that rank in that step. What all have done follows only from everything
-that was said before, so it is put together here, where that is kept, and not on the way.
+place into the names, so that no rank ever finds another one's bytes. Back come the reports of
+single ranks, each of what is new to that rank in that step. What all have done follows only from
+everything that was said before, so it is put together here, where that is kept, and not on the way.
 """
 
 from __future__ import annotations
