@@ -193,7 +193,7 @@ def stated(
     engine_start: str,
     rank: Rank | None = None,
 ) -> LMCacheMetadata:
-    """The facts with the model's name and fingerprint and a worker's place, else the first one's."""
+    """The facts with the model's name and fingerprint and a worker's place, else the first's."""
     parallel = vllm_config.parallel_config
     return dataclasses.replace(
         metadata,
