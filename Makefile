@@ -101,11 +101,13 @@ SOAK ?= 200x64
 
 # Long, and never in CI: every end-to-end test with copies layer by layer, of which `make test` runs
 # a choice (tests/vllm/test_layerwise.py), traffic under constant eviction (tests/vllm/test_soak.py),
+# pipeline stages that vLLM compiles and replicas behind a server (tests/vllm/test_parallel.py),
 # data races under ThreadSanitizer, disks whose writers die, and ten times the schedules.
 soak: installed ## the long tests: layer by layer, traffic for hours, races, 10^5 schedules, disks
 	"$(PY)" scripts/races.py
 	KV_TEST_LAYERWISE=1 "$(PY)" scripts/e2e.py
-	KV_TEST_SOAK=$(SOAK) "$(PY)" -m pytest tests/vllm/test_soak.py --timeout=14400 -s
+	KV_TEST_SOAK=$(SOAK) "$(PY)" -m pytest tests/vllm/test_soak.py tests/vllm/test_parallel.py \
+		--timeout=14400 -s
 	MODEL_SCHEDULES=100000 "$(PY)" -m pytest tests/model/test_schedules.py
 	CUDA_SUITES=all "$(PY)" -m pytest tests/cuda
 	@# A thousand kills, ten thousand power cuts, and a minute of writers at the limit.

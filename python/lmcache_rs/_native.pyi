@@ -49,6 +49,7 @@ __all__ = [
     "leading_false",
     "load",
     "namespace_begins_with",
+    "namespace_with_fields",
     "parse_key",
     "scatter",
     "sha256_cbor",
@@ -130,6 +131,7 @@ def load(
     skip: int = 0,
 ) -> tuple[int, int, int]: ...
 def namespace_begins_with(namespace: str, prefix: str) -> bool: ...
+def namespace_with_fields(namespace: str, fields: Mapping[str, str]) -> str: ...
 def parse_key(
     text: str,
 ) -> tuple[str, int, int, str, dict[str, str], dict[str, Any], bytes, int | None]: ...
@@ -524,7 +526,11 @@ class LocalDisk:
 @final
 class LookupServer:
     def __new__(
-        cls, path: str | PathLike[str], local_cpu: LocalCpu, secret: str = ""
+        cls,
+        path: str | PathLike[str],
+        local_cpu: LocalCpu,
+        secret: str = "",
+        own_fields: Mapping[str, str] = ...,
     ) -> LookupServer: ...
     def close(self) -> None: ...
     def stats(self) -> dict[str, int]: ...

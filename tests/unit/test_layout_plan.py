@@ -60,6 +60,9 @@ def vllm_config(backends: Mapping[str, str]) -> Any:
         ),
         model_config=SimpleNamespace(model="m", dtype=torch.float32),
         cache_config=SimpleNamespace(cache_dtype="auto"),
+        parallel_config=SimpleNamespace(
+            data_parallel_rank=0, pipeline_parallel_size=1, tensor_parallel_size=1
+        ),
     )
 
 

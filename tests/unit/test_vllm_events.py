@@ -21,7 +21,7 @@ from lmcache_rs.storage import StorageBackend, StorageManager
 from lmcache_rs.vllm_v1.connector import LMCacheConnectorV1Dynamic
 from lmcache_rs.vllm_v1.events import EventReports, KVEventStream, LMCacheKVEvents, RankReport
 from lmcache_rs.vllm_v1.faults import Faults
-from lmcache_rs.vllm_v1.metadata import LMCacheWorkerMetadata
+from lmcache_rs.vllm_v1.metadata import ONLY_RANK, LMCacheWorkerMetadata
 
 CHUNK, BLOCK, HASH = 8, 4, 2
 LINKS, STRIDE = CHUNK // HASH, BLOCK // HASH
@@ -92,6 +92,27 @@ class Rank:
         given = self.pool.allocate([64])
         if given is not None:
             self.pool.put(namespace, chunk_hash, given[0], CHUNK)
+
+
+@pytest.mark.parametrize("is_anew", [False, True])
+def test_ranks_that_call_their_parts_by_their_own_names_hold_one_chunk(is_anew: bool) -> None:
+    stream = KVEventStream(
+        num_ranks=2,
+        chunk_size=CHUNK,
+        block_tokens=BLOCK,
+        hash_tokens=HASH,
+        num_blocks=8,
+        common_name=lambda name: name.replace("worker=1", "worker=0"),
+    )
+    (chunk_hash,) = chunk_hashes("abcdefgh")
+    stream.note(prompt("abcdefgh"), "worker=0", chunk_hash)
+    for rank in (0, 1):
+        assert stream.take() == []
+        told = (True, "local_cpu", f"worker={rank}", chunk_hash, 64, CHUNK)
+        stream.take_in([RankReport(rank, is_anew, [told])])
+    (stored,) = stream.take()
+    assert isinstance(stored, BlockStored)
+    assert stored.block_hashes == blocks_of("abcdefgh", 0)
 
 
 TEXTS = ("abcdefghijklmnopqrstuvwx", "abcdefghijklMNOPQRSTUVWX", "abcdEFGHijkl", "zyxwvuts")
@@ -283,7 +304,9 @@ def test_what_is_stored_nowhere_is_kept_up_to_a_bound(monkeypatch: pytest.Monkey
 def test_reports_go_with_the_metadata_of_a_step_where_nobody_asks_for_events() -> None:
     rank, stream = Rank(0, 100), new_stream()
     worker, scheduler = (object.__new__(LMCacheConnectorV1Dynamic) for _ in range(2))
-    silent = SimpleNamespace(take_outcomes=lambda: None, update_connector_output=lambda _: None)
+    silent = SimpleNamespace(
+        take_outcomes=lambda: None, update_connector_output=lambda _: None, rank=ONLY_RANK
+    )
     manager: Any = SimpleNamespace(worker=silent, event_reports=rank.reports, faults=Faults())
     worker._manager = manager
     manager = SimpleNamespace(scheduler=silent, event_stream=stream, faults=Faults())
@@ -309,7 +332,8 @@ def test_reports_go_with_the_metadata_of_a_step_where_nobody_asks_for_events() -
     assert removed.block_hashes == stored.block_hashes
     metadata = [LMCacheWorkerMetadata(event_reports=[RankReport(r, False, [])]) for r in (0, 1)]
     merged = metadata[0].aggregate(metadata[1])
-    assert [report.rank for report in merged.event_reports] == [0, 1]
+    reports = [report for each in merged.of_ranks() for report in each.event_reports]
+    assert [report.rank for report in reports] == [0, 1]
 
 
 class Kept(StorageBackend):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
+import pickle
 import shutil
 import tempfile
 import time
@@ -25,12 +27,20 @@ from test_vllm_halves import (
     mode,
     new_request,
 )
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from lmcache_rs import LMCacheEngineConfig
+from lmcache_rs import LMCacheEngineConfig, LMCacheMetadata
 from lmcache_rs.lookup import Rank
 from lmcache_rs.vllm_v1.faults import Faults
-from lmcache_rs.vllm_v1.metadata import LMCacheConnectorMetadata, LMCacheWorkerMetadata
+from lmcache_rs.vllm_v1.identity import Identities
+from lmcache_rs.vllm_v1.metadata import (
+    LMCacheConnectorMetadata,
+    LMCacheWorkerMetadata,
+    RequestOutcome,
+)
+from lmcache_rs.vllm_v1.prefetches import AskedPrefetches
+from lmcache_rs.vllm_v1.ranks import RankBooks, RankNames
 from lmcache_rs.vllm_v1.scheduler import LMCacheSchedulerHalf
 from lmcache_rs.vllm_v1.worker import LMCacheWorkerHalf
 
@@ -39,11 +49,30 @@ __all__ = ["mode"]
 RANKS = [Rank(0, pp, tp) for pp in range(2) for tp in range(2)]
 
 
+def metadata_of(rank: Rank) -> LMCacheMetadata:
+    """A rank's facts; its stage has other layers than the first."""
+    return dataclasses.replace(
+        META,
+        world_size=len(RANKS),
+        worker_id=RANKS.index(rank),
+        num_layers=LAYERS + rank.pp,
+        tensor_parallel_rank=rank.tp,
+        tensor_parallel_size=2,
+        pipeline_parallel_rank=rank.pp,
+        pipeline_parallel_size=2,
+    )
+
+
 @dataclass
 class Ranks(Pair):
     """Four workers, two stages of two, whose outcomes are merged as vLLM merges them."""
 
     unheard: set[Rank] = field(default_factory=set)
+    # Ranks whose saves go on behind their step.
+    late: set[Rank] = field(default_factory=set)
+    # Requests that wait for their load, with the ranks that have it.
+    arrived: dict[str, set[Rank]] = field(default_factory=dict)
+    sent_by: dict[str, set[Rank]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         config = LMCacheEngineConfig.from_defaults(
@@ -58,7 +87,7 @@ class Ranks(Pair):
         self.workers = [
             LMCacheWorkerHalf(
                 config,
-                META,
+                metadata_of(rank),
                 engine_start,
                 in_scheduler_process=False,
                 faults=self.faults,
@@ -66,9 +95,18 @@ class Ranks(Pair):
             )
             for rank in RANKS
         ]
+        metadata = metadata_of(RANKS[0])
         self.scheduler = LMCacheSchedulerHalf(
-            config, META, engine_start, self.kv_role, self.faults, ranks=RANKS
+            config,
+            metadata,
+            engine_start,
+            self.kv_role,
+            self.faults,
+            Identities(config, metadata),
+            ranks=RANKS,
         )
+        self.evicted: set[int] = set()
+        self.scheduler.bind_evict_blocks(self.evicted.update)
         self.all_caches = []
         for worker in self.workers:
             caches = [torch.randn(BLOCKS, 2, BLOCK, 6) for _ in range(LAYERS)]
@@ -85,25 +123,85 @@ class Ranks(Pair):
     def execute(self, metadata: LMCacheConnectorMetadata) -> None:
         merged: LMCacheWorkerMetadata | None = None
         failed: set[int] = set()
+        sent: set[str] = set()
         for rank, worker in zip(RANKS, self.workers, strict=True):
             self.worker = worker
-            super().execute(metadata)
+            self.saves_lag = rank in self.late
+            # Each process has a copy of its own.
+            super().execute(pickle.loads(pickle.dumps(metadata)))
             failed |= self.failed
-            if self.outcome is not None and rank in self.unheard:
-                self.outcome.lookup_ids.clear()
-            if merged is None or self.outcome is None:
-                merged = merged or self.outcome
+            for req_id in self.sent:
+                self.sent_by.setdefault(req_id, set()).add(rank)
+                if self.sent_by[req_id] == set(RANKS):
+                    sent.add(req_id)
+            outcome = pickle.loads(pickle.dumps(self.outcome))
+            if outcome is not None and rank in self.unheard:
+                outcome.lookup_ids.clear()
+            if merged is None or outcome is None:
+                merged = merged or outcome
             else:
-                merged = merged.aggregate(self.outcome)
-        self.failed, self.outcome = failed, merged
+                merged = merged.aggregate(outcome)
+        self.failed, self.outcome, self.sent = failed, merged, sent
+
+    def take_loads(self) -> None:
+        """What vLLM asks each rank at the end of a step, and the scheduler half then hears."""
+        merged: LMCacheWorkerMetadata | None = None
+        failed: set[int] = set()
+        for rank, worker in zip(RANKS, self.workers, strict=True):
+            for req_id in worker.take_finished_loads()[0]:
+                self.arrived.setdefault(req_id, set()).add(rank)
+            failed |= worker.take_failed_block_ids()
+            outcome = worker.take_outcomes()
+            merged = outcome if merged is None else merged
+            if outcome is not None and merged is not outcome:
+                merged = merged.aggregate(outcome)
+        self.failed_loads = failed
+        self.scheduler.update_connector_output(
+            KVConnectorOutput(kv_connector_worker_meta=merged, invalid_block_ids=failed)
+        )
 
     def wait(self, request: Request) -> int:
         """Asks as vLLM does, step by step."""
         until = time.monotonic() + 20
-        while (found := self.ask(request)) is None:
+        while (found := self.scheduler.get_num_new_matched_tokens(request, 0))[0] is None:
             assert time.monotonic() < until
             time.sleep(0.001)
-        return found
+        assert found[1] == (found[0] > 0), "every load is waited for, and none holds up a step"
+        return found[0]
+
+    def load(self, request: Request, found: int) -> set[int]:
+        """Loads what was found; blocks that some rank has not."""
+        self.grant(request, found)
+        self.step({})
+        until = time.monotonic() + 20
+        failed: set[int] = set()
+        while self.arrived.get(request.request_id) != set(RANKS):
+            assert time.monotonic() < until
+            self.take_loads()
+            failed |= self.failed_loads
+        return failed
+
+    def compute(self, request: Request, loaded: int) -> None:
+        """The rest of a prompt, in one step."""
+        request.num_computed_tokens = min(loaded, request.num_tokens - 1)
+        if loaded:
+            # vLLM asks for blocks once more.
+            self.grant(request, 0)
+        self.step({request: request.num_tokens - request.num_computed_tokens})
+
+    def hashes(self, num_chunks: int) -> bytes:
+        tracker = self.scheduler._track(asked := new_request(num_chunks * CHUNK))
+        tracker.extend_chain(num_chunks * CHUNK, CHUNK)
+        self.finish(asked)
+        return tracker.chain.hashes()
+
+    def remove(self, rank: int, packed_hash: bytes) -> bool:
+        """Whether a rank had the chunk under its own name, and now has it no more."""
+        namespace = Identities(self.scheduler._config, metadata_of(RANKS[rank])).namespace()
+        engine = self.workers[rank]._engine
+        assert engine is not None
+        assert engine.local_cpu is not None
+        return engine.local_cpu.remove(namespace, packed_hash)
 
     def leases(self) -> list[int]:
         return [worker.memory_stats()["leases"] for worker in self.workers]
@@ -143,9 +241,11 @@ def load(engine: Ranks, num_chunks: int) -> int:
     """Asks for as much and a token more, and computes it; tokens that came from the store."""
     request = new_request(num_chunks * CHUNK + 1)
     found = engine.wait(request)
-    engine.grant(request, found)
-    request.num_computed_tokens = found
-    engine.step({request: request.num_tokens - found})
+    if found:
+        assert engine.load(request, found) == set()
+    else:
+        engine.grant(request, 0)
+    engine.compute(request, found)
     engine.finish(request)
     return found
 
@@ -173,19 +273,13 @@ def test_every_rank_stores_and_loads_its_own_part(engine: Ranks) -> None:
 def test_a_cache_evicted_on_one_rank_shortens_the_hit_on_all(engine: Ranks) -> None:
     engine.step({})
     store(engine, 4)
-    victim = engine.workers[2]
-    assert victim._engine is not None
-    assert victim._engine.local_cpu is not None
     request = new_request(4 * CHUNK + 1)
     assert engine.wait(request) == 4 * CHUNK
     engine.finish(request)
     engine.wait_until_nothing_is_leased()
     # As if other requests had needed the bytes.
-    hashes = engine.scheduler._track(again := new_request(4 * CHUNK + 1))
-    hashes.extend_chain(4 * CHUNK, CHUNK)
-    packed = hashes.chain.hashes()
-    assert hashes.namespace is not None
-    assert victim._engine.local_cpu.remove(hashes.namespace, packed[64:96])
+    assert engine.remove(2, engine.hashes(4)[64:96])
+    again = new_request(4 * CHUNK + 1)
     assert engine.wait(again) == 2 * CHUNK
     engine.finish(again)
     engine.wait_until_nothing_is_leased()
@@ -235,3 +329,141 @@ def test_each_rank_has_a_socket_of_its_own_name(engine: Ranks, runtime: pathlib.
     assert ends == sorted(f"{rank}.sock" for rank in RANKS)
     engine.close()
     assert not list(folder.iterdir())
+
+
+def test_each_rank_keeps_its_part_under_a_name_of_its_own(engine: Ranks) -> None:
+    engine.step({})
+    store(engine, 1)
+    config, facts = engine.scheduler._config, [metadata_of(rank) for rank in RANKS]
+    names = [Identities(config, of).namespace() for of in facts]
+    assert len(set(names)) == len(RANKS)
+    (common,) = {RankNames.of_no_rank(of).of(name) for of, name in zip(facts, names, strict=True)}
+    assert common not in names, "what nobody has put a rank into names nobody's part"
+    assert [RankNames.of_rank(of).of(common) for of in facts] == names
+    for number in range(len(RANKS)):
+        assert engine.remove(number, engine.hashes(1))
+
+
+def test_one_rank_has_no_use_for_names_without_a_rank() -> None:
+    assert RankNames.of_rank(META).of("ns") == RankNames.of_no_rank(META).of("ns") == "ns"
+
+
+def test_a_load_that_fails_on_one_rank_has_failed_on_all_and_is_computed_again(
+    engine: Ranks,
+) -> None:
+    engine.step({})
+    store(engine, 4)
+    request = new_request(4 * CHUNK + 1)
+    found = engine.wait(request)
+    assert found == 4 * CHUNK
+    # Under the promise and the lease: as if the bytes could not be read.
+    victim = engine.workers[3]
+    pool = victim.local_cpu
+    assert pool is not None
+    pool.release(request.request_id)
+    assert engine.remove(3, engine.hashes(4)[32:64])
+    failed = engine.load(request, found)
+    table = engine.tables[request.request_id]
+    assert failed == set(table[CHUNK // BLOCK : 4 * CHUNK // BLOCK])
+    assert [worker.counters()["failed_loads"] for worker in engine.workers] == [0, 0, 0, 1]
+    # vLLM goes on from the first block that failed.
+    engine.compute(request, CHUNK)
+    engine.finish(request)
+    assert [worker.counters()["dropped_saves"] for worker in engine.workers] == [0] * 4
+    assert load(engine, 4) == 4 * CHUNK, "the rank that had lost it has stored it anew"
+    engine.wait_until_nothing_is_leased()
+
+
+def test_a_step_that_is_to_load_at_once_is_saved_on_no_rank(engine: Ranks) -> None:
+    """Which vLLM never asks for; but then the ranks could not know of each other."""
+    engine.step({})
+    store(engine, 2)
+    request = new_request(3 * CHUNK)
+    found = engine.wait(request)
+    assert found == 2 * CHUNK
+    engine.grant(request, found)
+    before = [worker.counters()["stored_chunks"] for worker in engine.workers]
+    request.num_computed_tokens = found
+    metadata = engine.step({request: CHUNK})
+    table = set(engine.tables[request.request_id])
+    assert engine.failed == table
+    assert all(req.load_spec is None for req in metadata.requests)
+    assert [worker.counters()["dropped_saves"] for worker in engine.workers] == [1] * 4
+    assert [worker.counters()["stored_chunks"] for worker in engine.workers] == before
+    engine.finish(request)
+
+
+def test_blocks_are_kept_until_the_last_rank_has_saved_them(engine: Ranks) -> None:
+    if engine.use_layerwise:
+        return  # saves are done in their step
+    engine.step({})
+    slow = engine.workers[1]
+    transfers: list[object] = []
+    begin = slow._saves.add
+    slow._saves.add = lambda *save: transfers.append(save)  # type: ignore[method-assign]
+    engine.late = {RANKS[1]}
+    take_ended = slow._saves.take_ended_step
+    slow._saves.take_ended_step = lambda: None  # type: ignore[method-assign]
+    request = new_request(2 * CHUNK)
+    assert engine.wait(request) == 0
+    engine.grant(request, 0)
+    engine.step({request: request.num_tokens})
+    assert engine.scheduler.request_finished(request), "one rank may read its blocks still"
+    slow._saves.take_ended_step = take_ended  # type: ignore[method-assign]
+    slow._saves.add = begin  # type: ignore[method-assign]
+    for save in transfers:
+        begin(*save)  # type: ignore[misc]
+    slow._saves.wait()
+    engine.step({})
+    assert engine.sent == {request.request_id}
+    assert not engine.scheduler.is_awaiting_saves
+    assert engine.scheduler.counts["stored_tokens"] == 2 * CHUNK
+    # Told once by each rank, in whichever step: it stands.
+    last = engine.wait(again := new_request(1))
+    assert last == 0
+    engine.grant(again, 0)
+    engine.step({again: 1})
+    assert not engine.scheduler.request_finished(again)
+
+
+def told(rank: int, **what: object) -> LMCacheWorkerMetadata:
+    return LMCacheWorkerMetadata(rank=RANKS[rank], **what)  # type: ignore[arg-type]
+
+
+def test_what_ranks_say_is_kept_by_rank_and_stands_until_they_say_otherwise() -> None:
+    books = RankBooks(RANKS)
+    for rank in range(3):
+        books.take_in(told(rank, saves_ended=5, failures=rank, load_bytes_per_second=9e9 - rank))
+    assert books.saves_ended == 0, "one has said nothing"
+    books.take_in(told(3, saves_ended=3))
+    assert books.saves_ended == 3
+    books.take_in(told(3, saves_ended=7))
+    assert books.saves_ended == 5, "those that said it before need not say it again"
+    assert books.failures == {RANKS[0]: 0, RANKS[1]: 1, RANKS[2]: 2, RANKS[3]: 0}
+    assert books.load_bytes_per_second == 9e9 - 2
+
+
+def test_tokens_are_counted_once_every_rank_has_them() -> None:
+    books = RankBooks(RANKS)
+    for rank in range(4):
+        assert (books.stored_tokens, books.loaded_tokens) == (0, 0)
+        books.take_in(told(rank, outcomes={"r": RequestOutcome(8 + rank, 4)}))
+    assert (books.stored_tokens, books.loaded_tokens) == (8, 4)
+
+
+def test_reports_of_ranks_pass_unmerged() -> None:
+    merged = told(0, failures=2).aggregate(told(2, failures=1)).aggregate(told(3))
+    assert [each.rank for each in merged.of_ranks()] == [RANKS[0], RANKS[2], RANKS[3]]
+    assert [each.failures for each in merged.of_ranks()] == [2, 1, 0]
+    assert not any(each.others for each in merged.of_ranks())
+    turned = told(3).aggregate(merged)
+    assert [each.rank for each in turned.of_ranks()] == [RANKS[3], RANKS[0], RANKS[2], RANKS[3]]
+
+
+def test_what_is_brought_from_below_is_there_once_every_rank_has_brought_it() -> None:
+    asked = AskedPrefetches(60, set(RANKS[:3]))
+    assert asked.is_pending("r", "ns", bytes(32))
+    for rank in RANKS[:3]:
+        assert asked.is_pending("r", "ns", bytes(32))
+        asked.done(rank, ["r", "unknown"])
+    assert not asked.is_pending("r", "ns", bytes(32)), "the fourth has no lower tier"

@@ -13,7 +13,7 @@ from vllm.v1.request import Request
 from lmcache_rs import _native
 from lmcache_rs.vllm_v1.connector import LMCacheConnectorV1Dynamic
 from lmcache_rs.vllm_v1.manager import LMCacheManager
-from lmcache_rs.vllm_v1.metadata import LMCacheConnectorMetadata, LMCacheWorkerMetadata
+from lmcache_rs.vllm_v1.metadata import LMCacheConnectorMetadata
 from lmcache_rs.vllm_v1.saves import SaveFences
 
 SAVE_BYTES = BLOCK_BYTES * LAYERS * 2 * CHUNK // BLOCK
@@ -258,14 +258,6 @@ def test_a_shutdown_waits_for_no_copy_that_has_not_begun(pair: Pair) -> None:
     pair.worker.shutdown()
     assert not under_way(pair)
     pair.worker.shutdown()
-
-
-def test_ranks_have_ended_what_all_have_ended() -> None:
-    def told(step: int | None) -> LMCacheWorkerMetadata:
-        return LMCacheWorkerMetadata(saves_ended=step)
-
-    assert told(3).aggregate(told(5)).saves_ended == 3
-    assert told(5).aggregate(told(None)).saves_ended is None
 
 
 @pytest.mark.parametrize("has_worker", [True, False])

@@ -117,7 +117,7 @@ def test_workers_that_could_not_be_reached_are_told_of_again(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     half = pair.scheduler
-    half._lookup_ids, half._client = {}, None
+    half._books.lookup_ids, half._client = {}, None
     with monkeypatch.context() as plant:
         plant.setattr("lmcache_rs.lookup.connect_ranks", fails)
         pair.step({})

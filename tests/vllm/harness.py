@@ -101,6 +101,7 @@ class EngineSpec:
     # Where vLLM publishes KV events, if it is to.
     events_endpoint: str | None = None
     load_failure_policy: str = "recompute"
+    start_timeout_s: float = START_TIMEOUT_S
     options: str = "{}"
     # Anything else may use the same model from a folder of its own.
     model_path: str | None = None
@@ -280,7 +281,7 @@ class Engine:
         theirs.close()
         _OPEN.append(self)
         try:
-            kind, value = self._receive(START_TIMEOUT_S)
+            kind, value = self._receive(spec.start_timeout_s)
         except EngineDied as error:
             self.close()
             raise EngineStartError(str(error)) from error
@@ -377,6 +378,30 @@ class Engine:
     def worker(self, method: str, *given: Any) -> Any:
         """What a method of ``ProbeWorker`` returns."""
         return self._call("rpc", method, *given)[0]
+
+    def workers(self, method: str, *given: Any) -> list[Any]:
+        """What a method of ``ProbeWorker`` returns on each rank."""
+        return list(self._call("rpc", method, *given))
+
+    def reports(self, timeout: float = 10.0) -> list[Report]:
+        """A report of each rank, once none of them holds anything for a request."""
+        self._call("idle")
+        until = time.monotonic() + timeout
+        folder = Path(self._folder.name)
+        before: list[Report] | None = None
+        while True:
+            reports = [read_report(seen, folder) for seen in self.workers("probe_report")]
+            for report, earlier in zip(reports, before or [], strict=False):
+                report.after(earlier)
+            held = [report.held() for report in reports]
+            if not any(held):
+                break
+            assert time.monotonic() < until, f"still held after {timeout:.0f} s: {held}"
+            before = reports
+            time.sleep(0.05)
+        for report in reports:
+            report.assert_settled()
+        return reports
 
     def script(self, name: str, *given: Any, timeout: float = CALL_TIMEOUT_S) -> Any:
         """Runs ``module:function`` of this folder in the process that holds the LLM object.

@@ -488,6 +488,13 @@ class ProbeWorker:
         probe.breaker = None if how == "nothing" else LoadBreaker(probe, how, one_in, limit)
         probe._broken = {}
 
+    def probe_break_loads_of(self, rank: int, how: str, limit: int) -> bool:
+        """Breaks the next loads of one rank alone; whether that is this one."""
+        is_meant = _probe()._manager._rank == rank
+        if is_meant:
+            self.probe_break_loads(how, 1, limit)
+        return is_meant
+
     def probe_slow_copies(self, bytes_per_second: int) -> None:
         worker = _probe()._manager.worker
         assert worker is not None

@@ -65,19 +65,21 @@ class LoadBreaker:
 
     def found_again(self) -> list[str]:
         """Requests whose load has failed, as is reported now, and would be promised once more."""
-        store = self._probe._manager.worker._engine.local_cpu
+        worker = self._probe._manager.worker
+        store, own_name = worker._engine.local_cpu, worker._names.of
         unreported, self._unreported = self._unreported, []
         return [
             request.req_id
             for request, chunk in unreported
-            if store.longest_prefix(request.namespace, request.hashes) > chunk
+            if store.longest_prefix(own_name(request.namespace), request.hashes) > chunk
         ]
 
     def _remove(self, request: Any, chunk: int, last: int) -> None:
-        store = self._probe._manager.worker._engine.local_cpu
+        worker = self._probe._manager.worker
+        store, namespace = worker._engine.local_cpu, worker._names.of(request.namespace)
         store.release(request.req_id)
         for at in range(chunk, last):
-            store.remove(request.namespace, request.hashes[at * HASH_BYTES : (at + 1) * HASH_BYTES])
+            store.remove(namespace, request.hashes[at * HASH_BYTES : (at + 1) * HASH_BYTES])
 
     def _wrap_copies(self) -> None:
         engine: Any = self._probe._manager.worker._engine

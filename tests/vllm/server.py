@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -29,7 +30,7 @@ Stream = tuple[int, tuple[int, ...] | None]
 class Server:
     """A running server; ``with`` ends it. Raises RuntimeError with its log if it does not start."""
 
-    def __init__(self, spec: EngineSpec) -> None:
+    def __init__(self, spec: EngineSpec, more: dict[str, str] | None = None) -> None:
         self.spec = spec
         self._folder = tempfile.TemporaryDirectory(prefix="kv-serve-")
         self.sockets = Path(self._folder.name) / "run"
@@ -55,6 +56,7 @@ class Server:
             "--seed": "0",
             "--kv-transfer-config": json.dumps(spec.connector_config()),
             "--worker-extension-cls": "probe.ProbeWorker",
+            **(more or {}),
         }
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
         command += [part for pair in arguments.items() for part in pair]
@@ -66,6 +68,7 @@ class Server:
             "PYTHONPATH": str(HERE),
             "XDG_RUNTIME_DIR": str(self.sockets),
             FOLDER_VARIABLE: self._folder.name,
+            **dict(spec.env),
         }
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
@@ -102,14 +105,40 @@ class Server:
         """All that the server's processes have printed."""
         return self._log.read_text(encoding="utf-8", errors="replace")
 
-    def worker(self, method: str) -> Any:
-        """What a method of ``ProbeWorker`` returns."""
-        body = json.dumps({"method": method}).encode()
-        request = urllib.request.Request(
-            self._url("/collective_rpc"), body, {"Content-Type": "application/json"}
-        )
+    def worker(self, method: str, *given: Any) -> Any:
+        """What a method of ``ProbeWorker`` returns; of replicas, the first one's. All do it."""
+        return self._post("/collective_rpc", {"method": method, "args": list(given)})["results"][0]
+
+    def complete(self, prompt: Prompt, max_tokens: int, replica: int) -> tuple[int, ...]:
+        """The tokens that one replica says to a prompt."""
+        body = {
+            "model": self.spec.model,
+            "prompt": list(prompt.tokens),
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
+        headers = {"X-data-parallel-rank": str(replica)}
+        return tuple(self._post("/v1/completions", body, headers)["choices"][0]["token_ids"])
+
+    def reset(self) -> None:
+        """Empties vLLM's own prefix cache, of all replicas."""
+        self._post("/reset_prefix_cache", {})
+
+    def metrics(self, name: str) -> dict[int, float]:
+        """A counter of the connector's, by replica."""
+        with urllib.request.urlopen(self._url("/metrics"), timeout=60) as answer:
+            lines = answer.read().decode().splitlines()
+        pattern = re.compile(rf'vllm:lmcache_rs_{name}_total{{.*engine="(\d+)".*}} (.*)')
+        found = [pattern.fullmatch(line) for line in lines]
+        return {int(match[1]): float(match[2]) for match in found if match}
+
+    def _post(self, path: str, body: dict[str, Any], headers: dict[str, str] | None = None) -> Any:
+        headers = {"Content-Type": "application/json"} | (headers or {})
+        request = urllib.request.Request(self._url(path), json.dumps(body).encode(), headers)
         with urllib.request.urlopen(request, timeout=60) as answer:
-            return json.load(answer)["results"][0]
+            return json.loads(answer.read() or b"null")
 
     def idle_report(self) -> Report:
         """A report once nothing is held any more, without any further completion."""

@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 # vLLM formats and shows the records of its own loggers only; ours is a child of them, in name.
 logger = logging.getLogger("vllm.lmcache_rs")
 
-ONLY_RANK = Rank(0, 0, 0)
 TESTED_VERSIONS = ("0.31.0", "0.32.0")
 """vLLM versions that the end-to-end tests run on."""
 BROKEN_VERSIONS: Mapping[str, str] = {}
@@ -78,9 +77,6 @@ def require_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
     """
     parallel = vllm_config.parallel_config
     modes = {
-        "tensor_parallel_size": "tensor",
-        "pipeline_parallel_size": "pipeline",
-        "data_parallel_size": "data",
         "decode_context_parallel_size": "decode context",
         "prefill_context_parallel_size": "prefill context",
     }
@@ -91,12 +87,25 @@ def require_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
                 f"lmcache_rs does not serve {mode} parallelism yet: {setting} is {size}; "
                 "set it to 1"
             )
+    if parallel.local_world_size != parallel.world_size:
+        raise UnsupportedEngineError(
+            f"lmcache_rs does not serve engines whose workers are on several hosts: "
+            f"{parallel.local_world_size} of {parallel.world_size} are on this one; lower "
+            "tensor_parallel_size and pipeline_parallel_size, or use data parallelism across hosts"
+        )
     groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1:
         kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups)
         raise UnsupportedEngineError(
             f"lmcache_rs serves models with one KV cache group, this one has {len(groups)} "
             f"({kinds}); start vLLM with --disable-hybrid-kv-cache-manager or without it"
+        )
+    tensor_parallel = parallel.tensor_parallel_size
+    if tensor_parallel > 1 and isinstance(groups[0].kv_cache_spec, MLAAttentionSpec):
+        raise UnsupportedEngineError(
+            "lmcache_rs does not serve MLA models under tensor parallelism yet: "
+            f"tensor_parallel_size is {tensor_parallel}; set it to 1, and pipeline_parallel_size "
+            "or data_parallel_size instead"
         )
 
 
@@ -122,9 +131,22 @@ def ranks_of(vllm_config: VllmConfig) -> list[Rank]:
 
 def rank_of(vllm_config: VllmConfig) -> Rank:
     """Which of them runs in this process."""
-    ranks = ranks_of(vllm_config)
-    # vLLM numbers them stage by stage, and from 0 in every data parallel replica.
-    return ranks[vllm_config.parallel_config.rank % len(ranks)]
+    return ranks_of(vllm_config)[rank_number_of(vllm_config)]
+
+
+def rank_number_of(vllm_config: VllmConfig) -> int:
+    """Its place in `ranks_of`."""
+    # vLLM numbers them stage by stage, and may go on from one data parallel replica to the next.
+    return vllm_config.parallel_config.rank % len(ranks_of(vllm_config))
+
+
+def num_local_ranks(vllm_config: VllmConfig) -> int:
+    """Workers of this engine on this host, as far as is known here, those of its replicas too.
+
+    vLLM does not tell the replicas of a model without experts of each other.
+    """
+    parallel = vllm_config.parallel_config
+    return len(ranks_of(vllm_config)) * max(1, parallel.data_parallel_size_local)
 
 
 def is_in_scheduler_process(vllm_config: VllmConfig) -> bool:
@@ -219,8 +241,12 @@ def require_backends(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) ->
             )
 
 
-def metadata_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> LMCacheMetadata:
-    """The facts of the model that both halves know, and that enter every key."""
+def metadata_of(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, rank: Rank | None = None
+) -> LMCacheMetadata:
+    """The facts of the model that enter every key, with a worker's place; the scheduler half is at
+    the first one's, and leaves it out of what it names (ranks.py)."""
+    ranks = ranks_of(vllm_config)
     group = kv_cache_config.kv_cache_groups[0]
     spec = group.kv_cache_spec
     dtype = str(getattr(spec, "dtype", vllm_config.model_config.dtype)).removeprefix("torch.")
@@ -238,8 +264,9 @@ def metadata_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> LMCa
         layout_id = f"{type(spec).__name__}-{layout}-{spec.page_size_bytes}-{content}"
     return LMCacheMetadata(
         model_name=vllm_config.model_config.model,
-        world_size=1,
-        worker_id=0,
+        world_size=len(ranks),
+        # A replica of the whole model holds the same.
+        worker_id=ranks.index(rank or ranks[0]),
         kv_dtype=dtype,
         stored_form=stored_form,
         layout_id=layout_id,

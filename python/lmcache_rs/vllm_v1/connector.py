@@ -234,7 +234,7 @@ class LMCacheConnectorV1Dynamic(KVConnectorBase_V1):
             # vLLM's MultiConnector asks its children for no events, but carries this.
             told = self._guard("build_connector_worker_meta", None, reports.take)
             if told is not None:
-                outcomes = outcomes or LMCacheWorkerMetadata()
+                outcomes = outcomes or LMCacheWorkerMetadata(rank=worker.rank)
                 outcomes.event_reports = told.reports
         return outcomes
 
@@ -327,7 +327,8 @@ class LMCacheConnectorV1Dynamic(KVConnectorBase_V1):
         if isinstance(told, LMCacheKVEvents):
             stream.take_in(told.reports)
         if isinstance(outcomes, LMCacheWorkerMetadata):
-            stream.take_in(outcomes.event_reports)
+            for of_rank in outcomes.of_ranks():
+                stream.take_in(of_rank.event_reports)
 
     def _watch_for_clears(self) -> None:
         stream = self._manager.event_stream

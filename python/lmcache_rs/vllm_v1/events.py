@@ -8,7 +8,7 @@ puts a chunk's tokens and vLLM's own block hashes to it, and gives vLLM what it 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -64,7 +64,7 @@ class RankReport(NamedTuple):
     """What one rank's store took in and gave up since its last report.
 
     Args:
-        rank: The worker's rank.
+        rank: The worker's number, from 0 on.
         is_anew: Whether `chunks` are all that the rank holds, and what was reported before is void.
         chunks: In the order in which it happened.
     """
@@ -114,7 +114,7 @@ class EventReports:
     """The worker half's side: reads the store's sink.
 
     Args:
-        rank: This worker's rank.
+        rank: This worker's number among those of its engine, from 0 on.
         sink: Where the store and the tiers tell.
     """
 
@@ -178,6 +178,7 @@ class KVEventStream:
         num_blocks: The engine's blocks.
         kind: vLLM's word for the kind of cache.
         window: Tokens of its sliding window, if it has one.
+        common_name: The namespace that the scheduler half uses where a rank names its own.
     """
 
     def __init__(
@@ -190,7 +191,9 @@ class KVEventStream:
         num_blocks: int,
         kind: str | None = None,
         window: int | None = None,
+        common_name: Callable[[str], str] = str,
     ) -> None:
+        self._common_name = common_name
         self._all_ranks = (1 << num_ranks) - 1
         self._chunk_size = chunk_size
         self._block_tokens = block_tokens
@@ -211,19 +214,24 @@ class KVEventStream:
 
     @classmethod
     def of_engine(
-        cls, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, chunk_size: int
+        cls,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        chunk_size: int,
+        common_name: Callable[[str], str] = str,
     ) -> KVEventStream:
         """The stream of an engine."""
         spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
         block_tokens = compat.block_size_of(kv_cache_config)
         return cls(
-            num_ranks=vllm_config.parallel_config.world_size,
+            num_ranks=len(compat.ranks_of(vllm_config)),
             chunk_size=chunk_size,
             block_tokens=block_tokens,
             hash_tokens=kv_cache_config.hash_block_size or block_tokens,
             num_blocks=kv_cache_config.num_blocks,
             kind=get_kv_cache_spec_kind(spec).value,
             window=get_kv_cache_spec_sliding_window(spec),
+            common_name=common_name,
         )
 
     # --- what chunks hold ---------------------------------------------------------------------
@@ -293,7 +301,7 @@ class KVEventStream:
                 self._begin_anew(bit, report.chunks)
                 continue
             for is_stored, tier, namespace, chunk_hash, *_ in report.chunks:
-                place = _Place(tier, _ChunkName(namespace, chunk_hash))
+                place = self._place(tier, namespace, chunk_hash)
                 if is_stored:
                     self._stored(place, bit)
                 else:
@@ -303,7 +311,7 @@ class KVEventStream:
     def _begin_anew(self, bit: int, chunks: list[ToldChunk]) -> None:
         """What a rank holds is told in full: only what is different now becomes an event."""
         now = {
-            _Place(tier, _ChunkName(namespace, chunk_hash)): None
+            self._place(tier, namespace, chunk_hash): None
             for _, tier, namespace, chunk_hash, *_ in chunks
         }
         for place in [place for place, holders in self._holders.items() if holders & bit]:
@@ -311,6 +319,9 @@ class KVEventStream:
                 self._removed(place, bit)
         for place in now:
             self._stored(place, bit)
+
+    def _place(self, tier: str, namespace: str, chunk_hash: bytes) -> _Place:
+        return _Place(tier, _ChunkName(self._common_name(namespace), chunk_hash))
 
     def _stored(self, place: _Place, bit: int) -> None:
         holders = self._holders.get(place, 0)

@@ -8,6 +8,7 @@ end of the step is done there.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from lmcache_rs import _native
@@ -32,6 +33,7 @@ class LayerwiseStep:
         native: Where the copies are; None where there is no cache.
         chunk_size: Tokens of a chunk.
         faults: Where faults of ours are noted.
+        own_name: The namespace under which this rank keeps what the scheduler half names.
     """
 
     def __init__(
@@ -40,12 +42,14 @@ class LayerwiseStep:
         native: _native.LayerwiseStep | _native.CudaLayerwiseStep | None,
         chunk_size: int,
         faults: Faults,
+        own_name: Callable[[str], str],
     ) -> None:
         self.metadata = metadata
         self._native = native
         self._num_layers = 0 if native is None else native.num_layers
         self._chunk_size = chunk_size
         self._faults = faults
+        self._own_name = own_name
         self._loads: list[tuple[ReqMeta, Loaded]] = []
         self._is_loading = False
         self._saves: list[ReqMeta] | None = None
@@ -64,7 +68,7 @@ class LayerwiseStep:
         planned = Loaded(
             *self._native.add_load(
                 req.req_id,
-                req.namespace,
+                self._own_name(req.namespace),
                 req.hashes[: num_chunks * HASH_BYTES],
                 num_tokens=num_chunks * self._chunk_size,
                 blocks=req.block_ids,
@@ -142,7 +146,7 @@ class LayerwiseStep:
             num_chunks = req.num_tokens // self._chunk_size
             try:
                 self._native.add_save(
-                    req.namespace,
+                    self._own_name(req.namespace),
                     req.hashes[: num_chunks * HASH_BYTES],
                     num_tokens=num_chunks * self._chunk_size,
                     blocks=req.block_ids,

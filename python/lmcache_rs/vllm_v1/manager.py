@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lmcache_rs import _native
@@ -13,6 +16,7 @@ from lmcache_rs.vllm_v1.faults import Faults
 from lmcache_rs.vllm_v1.identity import chain_notice, identities_of, stays_in_memory
 from lmcache_rs.vllm_v1.load_choice import LoadChoice
 from lmcache_rs.vllm_v1.metadata import LMCacheConnectorMetadata
+from lmcache_rs.vllm_v1.ranks import RankNames
 from lmcache_rs.vllm_v1.scheduler import LMCacheSchedulerHalf
 from lmcache_rs.vllm_v1.worker import LMCacheWorkerHalf
 
@@ -22,6 +26,34 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+def machine_bytes() -> int:
+    """Memory of this machine, or of this process's control group; 0 if neither says."""
+    found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    with contextlib.suppress(OSError):
+        own = Path("/proc/self/cgroup").read_text(encoding="utf-8").partition("::")[2].strip()
+        root = Path("/sys/fs/cgroup")
+        inside = root / own.lstrip("/")
+        for group in {root, inside, *(above for above in inside.parents if root in above.parents)}:
+            with contextlib.suppress(OSError, ValueError):
+                found.append(int((group / "memory.max").read_text(encoding="utf-8")))
+    return min((size for size in found if size > 0), default=0)
+
+
+def require_memory(pool_bytes: int, num_ranks: int, machine_bytes: int) -> None:
+    """Stops where the pools of all ranks cannot be there: each of them alone might find room.
+
+    Raises:
+        MemoryError: Says what is asked for, and what there is.
+    """
+    if num_ranks == 1 or not machine_bytes or num_ranks * pool_bytes <= machine_bytes:
+        return
+    raise MemoryError(
+        f"max_local_cpu_size is {pool_bytes / 2**30:.2f} (GB) for each of {num_ranks} ranks on "
+        f"this host, {num_ranks * pool_bytes / 2**30:.2f} GB in all, and it has "
+        f"{machine_bytes / 2**30:.2f}; set it to less than {machine_bytes / num_ranks / 2**30:.2f}"
+    )
 
 
 class LMCacheManager:
@@ -53,8 +85,10 @@ class LMCacheManager:
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._is_scheduler = is_scheduler
-        self._rank = vllm_config.parallel_config.rank
         # A scheduler half has no rank: what it tells, it tells for all.
+        ranks = compat.ranks_of(vllm_config)
+        rank = ranks[0] if is_scheduler else compat.rank_of(vllm_config)
+        self._rank = ranks.index(rank)
         self._meter: metrics.Meter | None = None
         if disabled_by_environment():
             self._say("switched off by LMCACHE_RS_DISABLE; the engine serves without it")
@@ -72,12 +106,14 @@ class LMCacheManager:
             config = config.with_values(reason, storage_backends={})
         self.config = config
         engine_start = compat.engine_start_of(vllm_config)
-        self._metadata = model_identity.stated(
-            compat.metadata_of(vllm_config, kv_cache_config), vllm_config, engine_start
-        )
+        metadata = compat.metadata_of(vllm_config, kv_cache_config, rank)
+        self._metadata = model_identity.stated(metadata, vllm_config, engine_start, rank)
         identities = identities_of(config, self._metadata, vllm_config, kv_cache_config)
         self._load_failure_policy = str(transfer.kv_load_failure_policy)
         try:
+            if config.local_cpu:
+                num_ranks = compat.num_local_ranks(vllm_config)
+                require_memory(config.max_local_cpu_bytes, num_ranks, machine_bytes())
             if is_scheduler:
                 self.scheduler = LMCacheSchedulerHalf(
                     config,
@@ -87,7 +123,7 @@ class LMCacheManager:
                     self.faults,
                     identities,
                     self._load_choice(),
-                    compat.ranks_of(vllm_config),
+                    ranks,
                 )
             else:
                 self.worker = LMCacheWorkerHalf(
@@ -96,13 +132,16 @@ class LMCacheManager:
                     engine_start,
                     in_scheduler_process=compat.is_in_scheduler_process(vllm_config),
                     faults=self.faults,
-                    rank=compat.rank_of(vllm_config),
+                    rank=rank,
                     fails_whole_loads=not compat.keeps_all_blocks(kv_cache_config),
                 )
             self._meter = self._new_meter()
             if self.scheduler is not None and events.are_wanted(vllm_config):
                 self.event_stream = self.scheduler.event_stream = KVEventStream.of_engine(
-                    vllm_config, kv_cache_config, config.chunk_size
+                    vllm_config,
+                    kv_cache_config,
+                    config.chunk_size,
+                    RankNames.of_no_rank(self._metadata).of,
                 )
         except Exception as error:
             self._degrade("start", error)
@@ -192,6 +231,10 @@ class LMCacheManager:
         assert self.worker is not None
         from importlib.metadata import version
 
+        if self._rank:
+            # One rank speaks for all of what they have in common.
+            return
+        num_ranks = self._metadata.world_size
         capacity_bytes, capacity_tokens = self.worker.capacity()
         self._say(
             "%s on %s; %d layers of %s %s, %s, %s; chunk %d tokens; chain %s (%s)",
@@ -207,10 +250,13 @@ class LMCacheManager:
             self.config.pre_caching_hash_algorithm if self.config.chain == "own" else "vLLM's",
         )
         self._say(
-            "capacity %.2f GB = %d tokens of this model on rank 0, the same in total; "
+            "capacity %.2f GB = %d tokens of this model a rank, %.2f GB in total on %d rank%s; "
             "tiers: local_cpu %s%s",
             capacity_bytes / 2**30,
             capacity_tokens,
+            num_ranks * capacity_bytes / 2**30,
+            num_ranks,
+            "s" if num_ranks > 1 else "",
             "healthy" if capacity_bytes else "off",
             "".join(f", {name}" for name in self.worker.lower_tiers()),
         )
@@ -252,6 +298,6 @@ class LMCacheManager:
             self.worker.shutdown()
 
     def _say(self, message: str, *values: object) -> None:
-        # One half speaks for both, or every line would stand twice.
-        if not self._is_scheduler:
+        # One half of the first rank speaks for all, or every line would stand twice.
+        if not self._is_scheduler and not self._rank:
             compat.logger.info("lmcache_rs: " + message, *values)

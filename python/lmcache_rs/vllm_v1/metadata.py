@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
-from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
@@ -15,6 +15,7 @@ from lmcache_rs.vllm_v1.events import RankReport
 from lmcache_rs.vllm_v1.prefetches import PrefetchOrders
 from lmcache_rs.vllm_v1.saves import SaveFences
 
+ONLY_RANK = Rank(0, 0, 0)
 NULL_BLOCK = 0
 """vLLM's placeholder in a block table: it holds no KV."""
 
@@ -86,7 +87,7 @@ class LMCacheConnectorMetadata(KVConnectorMetadata):
         unloadable_block_ids: Blocks that were promised a load which could not be described; the
             worker reports them as failed.
         lookup_ids: The workers' stores that the scheduler half knows.
-        failures_seen: The worker's reports of failed loads that the scheduler half has taken in.
+        failures_seen: Each rank's reports of failed loads that the scheduler half has taken in.
         prefetches: What is to be brought from lower tiers, and what is not needed any more.
         fences: Which saves of earlier steps are waited for, and by whom.
     """
@@ -95,7 +96,7 @@ class LMCacheConnectorMetadata(KVConnectorMetadata):
     requests: list[ReqMeta] = field(default_factory=list)
     unloadable_block_ids: set[int] = field(default_factory=set)
     lookup_ids: dict[Rank, str] = field(default_factory=dict)
-    failures_seen: int = 0
+    failures_seen: dict[Rank, int] = field(default_factory=dict)
     prefetches: PrefetchOrders | None = None
     fences: SaveFences = field(default_factory=SaveFences)
 
@@ -139,7 +140,7 @@ class RequestOutcome:
 
 @dataclass
 class LMCacheWorkerMetadata(KVConnectorWorkerMetadata):
-    """What the workers have to say after a step.
+    """What one rank has to say after a step, and with it what others have.
 
     Args:
         outcomes: What was stored and loaded, by request id.
@@ -150,7 +151,9 @@ class LMCacheWorkerMetadata(KVConnectorWorkerMetadata):
         prefetched: Requests whose chunks have been brought from there, as far as they are there.
         saves_ended: The last step that, with all before it, has no save under way; None if there
             is nothing new to say of it.
-        event_reports: What ranks stored and gave up, where no other channel carries it.
+        event_reports: What the rank stored and gave up, where no other channel carries it.
+        rank: Who says all this.
+        others: What other ranks say.
     """
 
     outcomes: dict[str, RequestOutcome] = field(default_factory=dict)
@@ -161,30 +164,14 @@ class LMCacheWorkerMetadata(KVConnectorWorkerMetadata):
     prefetched: set[str] = field(default_factory=set)
     saves_ended: int | None = None
     event_reports: list[RankReport] = field(default_factory=list)
+    rank: Rank = ONLY_RANK
+    others: list[LMCacheWorkerMetadata] = field(default_factory=list)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> LMCacheWorkerMetadata:
-        """Merges two ranks: what is stored or loaded is what all of them did."""
+        """Nothing is put together here: a rank that has nothing new to say is not among them."""
         assert isinstance(other, LMCacheWorkerMetadata)
-        merged: dict[str, RequestOutcome] = {}
-        for req_id in self.outcomes.keys() | other.outcomes.keys():
-            mine: Any = self.outcomes.get(req_id, RequestOutcome())
-            theirs = other.outcomes.get(req_id, RequestOutcome())
-            merged[req_id] = RequestOutcome(
-                min(mine.stored_tokens, theirs.stored_tokens),
-                min(mine.loaded_tokens, theirs.loaded_tokens),
-            )
-        lookup_ids = {**self.lookup_ids, **other.lookup_ids}
-        # The slowest rank is waited for.
-        speeds = [self.load_bytes_per_second, other.load_bytes_per_second]
-        ended = (self.saves_ended, other.saves_ended)
-        return LMCacheWorkerMetadata(
-            merged,
-            lookup_ids,
-            max(self.failures, other.failures),
-            load_bytes_per_second=min((speed for speed in speeds if speed), default=0.0),
-            has_lower_tiers=self.has_lower_tiers or other.has_lower_tiers,
-            prefetched=self.prefetched | other.prefetched,
-            # Whoever says nothing may have told before, or be at work still.
-            saves_ended=None if None in ended else min(step for step in ended if step is not None),
-            event_reports=self.event_reports + other.event_reports,
-        )
+        return dataclasses.replace(self, others=[*self.others, *other.of_ranks()])
+
+    def of_ranks(self) -> list[LMCacheWorkerMetadata]:
+        """What each rank says that says anything."""
+        return [dataclasses.replace(self, others=[]), *self.others]

@@ -15,6 +15,7 @@ from vllm import envs
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
+    from lmcache_rs.lookup import Rank
     from lmcache_rs.model_facts import LMCacheMetadata
 
 logger = logging.getLogger("vllm.lmcache_rs")
@@ -187,16 +188,19 @@ def _snapshot(repository: str, commit: str, cache: str | None) -> Path | None:
 
 
 def stated(
-    metadata: LMCacheMetadata, vllm_config: VllmConfig, engine_start: str
+    metadata: LMCacheMetadata,
+    vllm_config: VllmConfig,
+    engine_start: str,
+    rank: Rank | None = None,
 ) -> LMCacheMetadata:
-    """The facts with the model's name and fingerprint and this rank's place."""
+    """The facts with the model's name and fingerprint and a worker's place, else the first's."""
     parallel = vllm_config.parallel_config
     return dataclasses.replace(
         metadata,
         model_name=model_name_of(vllm_config),
         model_fingerprint=fingerprint_of(vllm_config, engine_start),
-        tensor_parallel_rank=0,
+        tensor_parallel_rank=rank.tp if rank else 0,
         tensor_parallel_size=parallel.tensor_parallel_size,
-        pipeline_parallel_rank=0,
+        pipeline_parallel_rank=rank.pp if rank else 0,
         pipeline_parallel_size=parallel.pipeline_parallel_size,
     )

@@ -9,11 +9,12 @@ and so does the answer: nobody waits for a tier but the thread that reads it.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from lmcache_rs.key import keys_of
+from lmcache_rs.lookup import Rank
 from lmcache_rs.storage.events import EventStatus, EventType
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class PrefetchOrders:
 class _Asked:
     wanted: Wanted
     give_up_at: float
+    awaited: set[Rank]
     is_over: bool = False
     is_settled: bool = False
 
@@ -50,10 +52,12 @@ class AskedPrefetches:
 
     Args:
         deadline_s: Seconds after which a request goes on with what host memory has by then.
+        ranks: Those that have lower tiers: each brings its part. May grow.
     """
 
-    def __init__(self, deadline_s: float) -> None:
+    def __init__(self, deadline_s: float, ranks: Set[Rank]) -> None:
         self._deadline_s = deadline_s
+        self._ranks = ranks
         self._asked: dict[str, _Asked] = {}
         self._orders = PrefetchOrders()
 
@@ -63,7 +67,8 @@ class AskedPrefetches:
         asked = self._asked.get(req_id)
         if asked is None or asked.wanted != wanted:
             self.end(req_id)
-            self._asked[req_id] = _Asked(wanted, time.monotonic() + self._deadline_s)
+            give_up_at = time.monotonic() + self._deadline_s
+            self._asked[req_id] = _Asked(wanted, give_up_at, set(self._ranks))
             self._orders.begun[req_id] = wanted
             return True
         if not asked.is_over and time.monotonic() >= asked.give_up_at:
@@ -82,11 +87,12 @@ class AskedPrefetches:
             asked.is_settled = True
         return is_first
 
-    def done(self, req_ids: Iterable[str]) -> None:
-        """What could be brought for these requests is in host memory."""
+    def done(self, rank: Rank, req_ids: Iterable[str]) -> None:
+        """What this rank could bring for these requests is in its host memory."""
         for req_id in req_ids:
             if (asked := self._asked.get(req_id)) is not None:
-                asked.is_over = True
+                asked.awaited.discard(rank)
+                asked.is_over = asked.is_over or not asked.awaited
 
     def end(self, req_id: str) -> None:
         """The request has what it needs, or needs nothing more."""
@@ -107,10 +113,14 @@ class RunningPrefetches:
     Args:
         storage: The tiers.
         faults: Where faults of ours are noted.
+        own_name: The namespace under which this rank keeps what the scheduler half names.
     """
 
-    def __init__(self, storage: StorageManager, faults: Faults) -> None:
+    def __init__(
+        self, storage: StorageManager, faults: Faults, own_name: Callable[[str], str]
+    ) -> None:
         self._storage = storage
+        self._own_name = own_name
         self._faults = faults
         # Begun and not ended, and those of them that are not said to be done.
         self._begun: set[str] = set()
@@ -128,7 +138,7 @@ class RunningPrefetches:
             self._begun.add(req_id)
             self._running.add(req_id)
             try:
-                keys = keys_of(of.namespace, of.hashes)
+                keys = keys_of(self._own_name(of.namespace), of.hashes)
                 self._storage.async_lookup_and_prefetch(req_id, keys)
             except Exception as error:
                 self._faults.note("prefetch", error)

@@ -26,6 +26,7 @@ from lmcache_rs.vllm_v1.identity import (
 from lmcache_rs.vllm_v1.load_choice import LoadChoice
 from lmcache_rs.vllm_v1.metadata import (
     NULL_BLOCK,
+    ONLY_RANK,
     LMCacheConnectorMetadata,
     LMCacheWorkerMetadata,
     LoadSpec,
@@ -34,6 +35,7 @@ from lmcache_rs.vllm_v1.metadata import (
     failed_blocks,
 )
 from lmcache_rs.vllm_v1.prefetches import AskedPrefetches
+from lmcache_rs.vllm_v1.ranks import RankBooks, RankNames
 from lmcache_rs.vllm_v1.saves import SaveFences
 
 if TYPE_CHECKING:
@@ -88,7 +90,7 @@ class RequestTracker:
     tried_after: int = -1
     local_tokens: int = 0
     external_tokens: int = 0
-    stored_tokens: int = 0
+    stored_tokens: dict[lookup.Rank, int] = field(default_factory=dict)
     # Of the last lookup, until the request is admitted.
     asked_tokens: int = 0
     first_seen: float = field(default_factory=time.monotonic)
@@ -130,7 +132,7 @@ class LMCacheSchedulerHalf:
         faults: Faults,
         identities: Identities | None = None,
         load_choice: LoadChoice | None = None,
-        ranks: Sequence[lookup.Rank] = (compat.ONLY_RANK,),
+        ranks: Sequence[lookup.Rank] = (ONLY_RANK,),
     ) -> None:
         self._config = config
         self._load_choice = load_choice or LoadChoice(config.max_sync_load_ms, token_bytes=0)
@@ -153,8 +155,8 @@ class LMCacheSchedulerHalf:
         self._finished: dict[str, RequestTracker] = {}
         # Layer by layer, saves are done in their step.
         self._saves_lag = not config.use_layerwise
-        # The step described last, and the last one with no save under way, nor before it.
-        self._step, self._saves_ended = 0, 0
+        # The step described last.
+        self._step = 0
         # Ended requests that the worker half is to be asked about, and all that vLLM waits for.
         self._to_ask: set[str] = set()
         self._awaited: set[str] = set()
@@ -162,9 +164,9 @@ class LMCacheSchedulerHalf:
         self._open_steps = 0
         # Until every worker has said where its store is, no request has a hit.
         self._client: lookup.LookupClient | None = None
-        self._ranks = frozenset(ranks)
-        self._lookup_ids: dict[lookup.Rank, str] = {}
-        self._failures_seen = 0
+        self._has_several_ranks = len(ranks) > 1
+        self._books = RankBooks(ranks)
+        self._names = RankNames.of_no_rank(metadata)
         self._evict_blocks: Callable[[set[int]], None] | None = None
         # Block tables of the last steps by request, each with whether the step loaded anything.
         self._last_tables: collections.deque[tuple[bool, dict[str, list[int]]]]
@@ -218,7 +220,10 @@ class LMCacheSchedulerHalf:
         num_new = min(hit_tokens, request.num_tokens - 1) - num_computed_tokens
         if num_new <= 0 or num_new < self._config.min_retrieve_tokens:
             return self._promise_nothing(request.request_id)
-        is_async = self._load_choice.is_async(num_new)
+        # A rank cannot tell from its own load whether another rank's has failed. Had the step been
+        # computed already, what it computed there would have reached this rank through the layers
+        # they compute together or in turn, and be saved here as if it were right.
+        is_async = self._has_several_ranks or self._load_choice.is_async(num_new)
         tracker.load_spec = LoadSpec(num_computed_tokens, hit_tokens, is_async=is_async)
         if is_async and self._load_choice.may_load_last_token:
             num_new = hit_tokens - num_computed_tokens
@@ -290,7 +295,9 @@ class LMCacheSchedulerHalf:
         vLLM computes on its blocks, or waits for it.
         """
         metadata = LMCacheConnectorMetadata(
-            self._engine_start, lookup_ids=self._lookup_ids, failures_seen=self._failures_seen
+            self._engine_start,
+            lookup_ids=self._books.lookup_ids,
+            failures_seen=self._books.failures,
         )
         granted, self._granted = self._granted, {}
         try:
@@ -337,6 +344,10 @@ class LMCacheSchedulerHalf:
             if load_spec is not None and not load_spec.can_load:
                 load_spec = None
             block_ids, tracker.granted_block_ids = tracker.granted_block_ids, []
+            if load_spec is not None and self._has_several_ranks:
+                # All ranks know of it alike: none loads, and none saves the step.
+                metadata.unloadable_block_ids.update(set(block_ids) - {NULL_BLOCK})
+                load_spec = None
             try:
                 block_ids = compat.block_table(scheduler_output, req_id) or block_ids
                 drafts = len(scheduler_output.scheduled_spec_decode_tokens.get(req_id, ()))
@@ -542,39 +553,42 @@ class LMCacheSchedulerHalf:
                 self.faults.note("update_connector_output", error)
         outcome = connector_output.kv_connector_worker_meta
         if isinstance(outcome, LMCacheWorkerMetadata):
-            self._failures_seen = outcome.failures
-            self._saves_ended = max(self._saves_ended, outcome.saves_ended or 0)
-            try:
-                self._find_workers(outcome)
-            except Exception as error:
-                # Without them no request has a hit; the next outcome tells of them again.
-                self._lookup_ids = {}
-                self.faults.note("update_connector_output", error)
-            self._load_choice.measured(outcome.load_bytes_per_second)
-            if self._prefetches is not None:
-                self._prefetches.done(outcome.prefetched)
-            for req_id, of_request in outcome.outcomes.items():
-                tracker = self._trackers.get(req_id) or self._finished.get(req_id)
-                if tracker is not None:
-                    tracker.stored_tokens += of_request.stored_tokens
-                self.counts["hit_tokens"] += of_request.loaded_tokens
-                self.counts["stored_tokens"] += of_request.stored_tokens
+            self._take_in(outcome.of_ranks())
         self._log_finished()
 
-    def _find_workers(self, outcome: LMCacheWorkerMetadata) -> None:
-        lookup_ids = self._lookup_ids | outcome.lookup_ids
-        if lookup_ids == self._lookup_ids:
-            return
+    def _take_in(self, told_by_ranks: list[LMCacheWorkerMetadata]) -> None:
+        known = self._books.lookup_ids
+        for told in told_by_ranks:
+            self._books.take_in(told)
+            for req_id, of_request in told.outcomes.items():
+                tracker = self._trackers.get(req_id) or self._finished.get(req_id)
+                if tracker is not None:
+                    before = tracker.stored_tokens.get(told.rank, 0)
+                    tracker.stored_tokens[told.rank] = before + of_request.stored_tokens
+        if self._books.lookup_ids != known:
+            try:
+                self._find_workers()
+            except Exception as error:
+                # Without them no request has a hit; the next outcome tells of them again.
+                self._books.lookup_ids = {}
+                self.faults.note("update_connector_output", error)
+        if self._prefetches is not None:
+            for told in told_by_ranks:
+                self._prefetches.done(told.rank, told.prefetched)
+        self._load_choice.measured(self._books.load_bytes_per_second)
+        self.counts["hit_tokens"] = self._books.loaded_tokens
+        self.counts["stored_tokens"] = self._books.stored_tokens
+
+    def _find_workers(self) -> None:
         if self._client is not None:
             self._client.close()
             self._client = None
-        self._lookup_ids = lookup_ids
         self._prefetches = None
-        if lookup_ids.keys() == self._ranks:
+        if self._books.are_all_known:
             deadline_ms = self._config.lookup_timeout_ms
-            self._client = lookup.connect_ranks(lookup_ids, deadline_ms=deadline_ms)
-            if outcome.has_lower_tiers:
-                self._prefetches = AskedPrefetches(deadline_ms / 1e3)
+            self._client = lookup.connect_ranks(self._books.lookup_ids, deadline_ms=deadline_ms)
+            if self._books.with_lower_tiers:
+                self._prefetches = AskedPrefetches(deadline_ms / 1e3, self._books.with_lower_tiers)
 
     def bind_evict_blocks(self, evict_blocks: Callable[[set[int]], None]) -> None:
         """Takes in vLLM's own way to forget cached blocks."""
@@ -612,7 +626,7 @@ class LMCacheSchedulerHalf:
         """
         req_id = request.request_id
         tracker = self._trackers.pop(req_id, None)
-        awaits = tracker is not None and tracker.last_save_step > self._saves_ended
+        awaits = tracker is not None and tracker.last_save_step > self._books.saves_ended
         if tracker is not None:
             self._finished[req_id] = tracker
         if awaits:
@@ -645,7 +659,7 @@ class LMCacheSchedulerHalf:
                 tracker.request.num_prompt_tokens,
                 tracker.local_tokens,
                 tracker.external_tokens,
-                tracker.stored_tokens,
+                self._books.least(tracker.stored_tokens),
                 (time.monotonic() - tracker.first_seen) * 1e3,
             )
 
@@ -710,7 +724,7 @@ class LMCacheSchedulerHalf:
         chain, extra_keys = self._identities.chain(request)
         tracker = RequestTracker(
             request=request,
-            namespace=identity.namespace,
+            namespace=identity.namespace and self._names.of(identity.namespace),
             can_save=identity.can_save,
             epoch=identity.epoch,
             adapter=identity.adapter,

@@ -25,6 +25,7 @@ from lmcache_rs.vllm_v1 import compat, layerwise
 from lmcache_rs.vllm_v1.load_choice import LoadSpeed
 from lmcache_rs.vllm_v1.loads import AsyncLoads, FinishedLoad
 from lmcache_rs.vllm_v1.metadata import (
+    ONLY_RANK,
     LMCacheConnectorMetadata,
     LMCacheWorkerMetadata,
     ReqMeta,
@@ -32,6 +33,7 @@ from lmcache_rs.vllm_v1.metadata import (
     failed_blocks,
 )
 from lmcache_rs.vllm_v1.prefetches import RunningPrefetches
+from lmcache_rs.vllm_v1.ranks import RankNames
 from lmcache_rs.vllm_v1.saves import BackgroundSaves
 
 if TYPE_CHECKING:
@@ -69,7 +71,7 @@ class LMCacheWorkerHalf:
         *,
         in_scheduler_process: bool,
         faults: Faults,
-        rank: lookup.Rank = compat.ONLY_RANK,
+        rank: lookup.Rank = ONLY_RANK,
         fails_whole_loads: bool = False,
     ) -> None:
         self._config = config
@@ -78,7 +80,9 @@ class LMCacheWorkerHalf:
         # The scheduler half learns this name from us, through vLLM. A name that both halves could
         # make by themselves would be that of another engine one day.
         self._lookup_id = f"{engine_start}/{secrets.token_hex(16)}"
-        self._rank = rank
+        self.rank = rank
+        # The scheduler half names chunks without saying whose part of them is meant.
+        self._names = RankNames.of_rank(metadata)
         self._is_known = False
         self._failures = 0
         self._in_scheduler_process = in_scheduler_process
@@ -150,11 +154,13 @@ class LMCacheWorkerHalf:
             engine.register_kv_caches(tensors, block_tokens=self._block_tokens)
             if engine.local_cpu is not None:
                 if self._in_scheduler_process:
-                    lookup.register_local(self._lookup_id, self._rank, engine.local_cpu)
+                    lookup.register_local(self._lookup_id, self.rank, engine.local_cpu)
                 else:
-                    path = lookup.lookup_socket_path(self._lookup_id, self._rank)
+                    path = lookup.lookup_socket_path(self._lookup_id, self.rank)
                     secret = lookup.lookup_secret(self._lookup_id)
-                    self._server = _native.LookupServer(path, engine.local_cpu, secret)
+                    self._server = _native.LookupServer(
+                        path, engine.local_cpu, secret, self._names.fields
+                    )
         except BaseException:
             engine.close()
             raise
@@ -183,7 +189,7 @@ class LMCacheWorkerHalf:
                 )
         if self._config.storage_backends and engine.storage_manager.has_lower_tiers:
             self._storage = engine.storage_manager
-            self._prefetches = RunningPrefetches(self._storage, self._faults)
+            self._prefetches = RunningPrefetches(self._storage, self._faults, self._names.of)
 
     @property
     def is_registered(self) -> bool:
@@ -242,7 +248,7 @@ class LMCacheWorkerHalf:
             # Another engine's blocks are not ours to write.
             self.fail_loads(metadata)
             return
-        self._is_known = metadata.lookup_ids.get(self._rank) == self._lookup_id
+        self._is_known = metadata.lookup_ids.get(self.rank) == self._lookup_id
         if self._prefetches is not None and metadata.prefetches is not None:
             self._prefetches.follow(metadata.prefetches)
         self._failed_block_ids |= metadata.unloadable_block_ids
@@ -278,7 +284,7 @@ class LMCacheWorkerHalf:
         hashes = req.hashes[: end // self._config.chunk_size * HASH_BYTES]
         began = time.perf_counter()
         loaded = self._engine.load_chunks(
-            req.req_id, req.namespace, hashes, req.block_ids, skip=skip
+            req.req_id, self._names.of(req.namespace), hashes, req.block_ids, skip=skip
         )
         self._load_speed.note(loaded.bytes, time.perf_counter() - began)
         return loaded
@@ -291,7 +297,7 @@ class LMCacheWorkerHalf:
         if self._engine is None or not self._engine.is_healthy() or not hashes:
             return None
         return self._engine.begin_load_chunks(
-            req.req_id, req.namespace, hashes, req.block_ids, skip=skip
+            req.req_id, self._names.of(req.namespace), hashes, req.block_ids, skip=skip
         )
 
     def take_finished_loads(self) -> tuple[set[str], set[str]]:
@@ -348,7 +354,7 @@ class LMCacheWorkerHalf:
             at = loaded_end // self._config.chunk_size * HASH_BYTES
             if at < len(req.hashes):
                 failed_hash = req.hashes[at : at + HASH_BYTES]
-                self._engine.local_cpu.remove(req.namespace, failed_hash)
+                self._engine.local_cpu.remove(self._names.of(req.namespace), failed_hash)
             self._engine.local_cpu.release(req.req_id)
         compat.logger.warning(
             "lmcache_rs: load of request %s ended at token %d of %d; %d blocks reported as failed",
@@ -411,7 +417,9 @@ class LMCacheWorkerHalf:
     def _is_suspect(self, metadata: LMCacheConnectorMetadata) -> bool:
         """Whether the step ran on blocks that hold something else, or was described before the
         scheduler half knew of a failure: nothing it computed may be kept."""
-        return bool(self._failed_block_ids) or metadata.failures_seen < self._failures
+        return bool(self._failed_block_ids) or (
+            metadata.failures_seen.get(self.rank, 0) < self._failures
+        )
 
     def _step_of(self, metadata: LMCacheConnectorMetadata) -> layerwise.LayerwiseStep | None:
         """The step's state; None in bulk mode, and where there is nothing to do."""
@@ -421,7 +429,7 @@ class LMCacheWorkerHalf:
             if self._engine is not None and self._engine.is_healthy():
                 native = self._engine.layerwise_step()
             self._step = layerwise.LayerwiseStep(
-                metadata, native, self._config.chunk_size, self._faults
+                metadata, native, self._config.chunk_size, self._faults, self._names.of
             )
         return self._step
 
@@ -460,7 +468,7 @@ class LMCacheWorkerHalf:
         # From chunk 0 on, not from what is known to be stored: what was evicted since is stored
         # anew, or the chunks behind it could not be reached.
         transfer = self._engine.begin_store_chunks(
-            req.namespace, req.hashes[: num_chunks * HASH_BYTES], req.block_ids
+            self._names.of(req.namespace), req.hashes[: num_chunks * HASH_BYTES], req.block_ids
         )
         self._saves.add(step, req, transfer)
 
@@ -478,7 +486,7 @@ class LMCacheWorkerHalf:
         chunk_size = self._config.chunk_size
         first, end = req.save_spec.skip_leading_tokens // chunk_size, req.num_tokens // chunk_size
         hashes = req.hashes[first * HASH_BYTES : end * HASH_BYTES]
-        storage.write_through(keys_of(req.namespace, hashes))
+        storage.write_through(keys_of(self._names.of(req.namespace), hashes))
 
     def record_failed(self, block_ids: set[int]) -> None:
         """Blocks that do not hold what was promised: reported, and nothing of the step is saved."""
@@ -503,7 +511,7 @@ class LMCacheWorkerHalf:
         """What was stored and loaded since the last call, by request."""
         saves_ended = self._saves.take_ended_step()
         outcomes, self._outcomes = self._outcomes, {}
-        lookup_ids = {} if self._is_known or self._engine is None else {self._rank: self._lookup_id}
+        lookup_ids = {} if self._is_known or self._engine is None else {self.rank: self._lookup_id}
         prefetched = set() if self._prefetches is None else self._prefetches.take_done()
         is_news = outcomes or lookup_ids or self._failures or prefetched
         if not is_news and saves_ended is None:
@@ -516,6 +524,7 @@ class LMCacheWorkerHalf:
             has_lower_tiers=self._prefetches is not None,
             prefetched=prefetched,
             saves_ended=saves_ended,
+            rank=self.rank,
         )
 
     def _outcome(self, req_id: str) -> RequestOutcome:
@@ -577,5 +586,5 @@ class LMCacheWorkerHalf:
             self._server = None
         if self._engine is not None:
             if self._engine.local_cpu is not None:
-                lookup.unregister_local(self._lookup_id, self._rank, self._engine.local_cpu)
+                lookup.unregister_local(self._lookup_id, self.rank, self._engine.local_cpu)
             self._engine.close()

@@ -265,6 +265,29 @@ pub fn begins_with(namespace: &str, prefix: &str) -> bool {
     })
 }
 
+/// The namespace with other values in some of its fields, by their names in the text form (`worker`,
+/// `fact.num_layers`). Fields that it does not have are not added.
+pub fn with_fields(namespace: &str, fields: &BTreeMap<String, String>) -> String {
+    let mut out = String::with_capacity(namespace.len() + 16);
+    for field in namespace.split('@') {
+        if !out.is_empty() {
+            out.push('@');
+        }
+        match field
+            .split_once('=')
+            .map(|(name, _)| (name, fields.get(name)))
+        {
+            Some((name, Some(value))) => {
+                out.push_str(name);
+                out.push('=');
+                encode(&mut out, value);
+            }
+            _ => out.push_str(field),
+        }
+    }
+    out
+}
+
 /// Gives namespaces their numbers within one index.
 #[derive(Debug, Default)]
 pub struct Namespaces {
@@ -502,5 +525,20 @@ mod tests {
             in_use.insert(namespaces.intern(&tenant.to_string()).expect("room"));
         }
         assert!((1..=5).contains(&sweeps), "{sweeps} sweeps");
+    }
+
+    #[test]
+    fn other_values_are_put_into_the_fields_that_are_meant_and_no_others() {
+        let fields = [
+            ("worker", "3"),
+            ("fact.num_layers", "a@b"),
+            ("fact.none", "1"),
+        ]
+        .map(|(name, value)| (name.to_owned(), value.to_owned()));
+        let namespace = "model=m@world=4@worker=0@dtype=f@fact.num_layers=2@tag.worker=s:0";
+        let changed = "model=m@world=4@worker=3@dtype=f@fact.num_layers=a%40b@tag.worker=s:0";
+        assert_eq!(with_fields(namespace, &BTreeMap::from(fields)), changed);
+        assert_eq!(with_fields(namespace, &BTreeMap::new()), namespace);
+        assert_eq!(with_fields("", &BTreeMap::new()), "");
     }
 }

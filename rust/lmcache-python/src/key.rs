@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use lmcache_core::key::{CacheEngineKey, Namespace, TagValue, begins_with};
+use lmcache_core::key::{CacheEngineKey, Namespace, TagValue, begins_with, with_fields};
 use pyo3::IntoPyObjectExt;
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
@@ -44,6 +44,12 @@ fn tag_value(name: &str, value: &Bound<'_, PyAny>) -> PyResult<TagValue> {
 #[pyfunction]
 pub(crate) fn namespace_begins_with(namespace: &str, prefix: &str) -> bool {
     begins_with(namespace, prefix)
+}
+
+/// The namespace with other values in some of its fields; fields that it does not have are not added.
+#[pyfunction]
+pub(crate) fn namespace_with_fields(namespace: &str, fields: BTreeMap<String, String>) -> String {
+    with_fields(namespace, &fields)
 }
 
 /// Canonical text of a namespace, of a chunk's key (with `chunk_hash`), or of a layer's (with both).

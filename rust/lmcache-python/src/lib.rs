@@ -34,7 +34,7 @@ mod _native {
     #[pymodule_export]
     use crate::events::EventSink;
     #[pymodule_export]
-    use crate::key::{encode_key, namespace_begins_with, parse_key};
+    use crate::key::{encode_key, namespace_begins_with, namespace_with_fields, parse_key};
     #[pymodule_export]
     use crate::layer_copy::{LayerBuffer, LayerCopy};
     #[pymodule_export]

@@ -1,5 +1,6 @@
 //! The lookup server and the messages its clients speak.
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -21,10 +22,18 @@ pub(crate) struct LookupServer(Owned<lookup_server::LookupServer>);
 #[pymethods]
 impl LookupServer {
     /// Listens on a Unix socket at `path`, for clients whose ZMTP identity is `secret`, if that is given.
+    /// `own_fields` are what the store's namespaces have in place of what clients ask for.
     #[new]
-    #[pyo3(signature = (path, local_cpu, secret=""))]
-    fn new(py: Python<'_>, path: PathBuf, local_cpu: &LocalCpu, secret: &str) -> PyResult<Self> {
-        let index = Arc::new(local_cpu.store()?.clone());
+    #[pyo3(signature = (path, local_cpu, secret="", own_fields=BTreeMap::new()))]
+    fn new(
+        py: Python<'_>,
+        path: PathBuf,
+        local_cpu: &LocalCpu,
+        secret: &str,
+        own_fields: BTreeMap<String, String>,
+    ) -> PyResult<Self> {
+        let store = Arc::new(local_cpu.store()?.clone());
+        let index = Arc::new(lookup_server::RankIndex::new(store, own_fields));
         let server = enter(py, || {
             lookup_server::LookupServer::start(&path, index, secret.as_bytes())
                 .map_err(|error| NativeError::Lookup(error.to_string()))

@@ -10,6 +10,7 @@
 //! engine has one client, and what an older connection of it has left unread must not touch the leases of the
 //! newer one. Whoever cannot introduce itself holds no place that the engine could need.
 
+use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -19,6 +20,7 @@ use std::time::{Duration, Instant};
 use std::{io, mem, process};
 
 use lmcache_core::hash::ChunkHash;
+use lmcache_core::key::with_fields;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{UnixListener, UnixStream};
 use tokio::runtime::Runtime;
@@ -76,6 +78,35 @@ pub trait LookupIndex: Send + Sync + 'static {
 
     /// Forgets every chunk; what is leased lives on unseen until its lease ends.
     fn clear(&self);
+}
+
+/// What one rank of an engine answers: the engine asks all of them by a name that says nothing of ranks, and
+/// each rank keeps its part of a chunk under its own.
+pub struct RankIndex {
+    index: Arc<dyn LookupIndex>,
+    own_fields: BTreeMap<String, String>,
+}
+
+impl RankIndex {
+    /// Looks into `index`, where namespaces have `own_fields` (see [`with_fields`]).
+    pub fn new(index: Arc<dyn LookupIndex>, own_fields: BTreeMap<String, String>) -> Self {
+        Self { index, own_fields }
+    }
+}
+
+impl LookupIndex for RankIndex {
+    fn lookup(&self, lookup_id: &str, namespace: &str, hashes: &[ChunkHash]) -> LookupAnswer {
+        let own = with_fields(namespace, &self.own_fields);
+        self.index.lookup(lookup_id, &own, hashes)
+    }
+
+    fn release(&self, lookup_id: &str) {
+        self.index.release(lookup_id);
+    }
+
+    fn clear(&self) {
+        self.index.clear();
+    }
 }
 
 macro_rules! counters {
