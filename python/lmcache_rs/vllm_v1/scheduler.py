@@ -156,6 +156,8 @@ class LMCacheSchedulerHalf:
         self._client: lookup.LookupClient | None = None
         self._ranks = frozenset(ranks)
         self._lookup_ids: dict[lookup.Rank, str] = {}
+        # When requests go on without them; None before the first request.
+        self._workers_due: float | None = None
         self._failures_seen = 0
         self._evict_blocks: Callable[[set[int]], None] | None = None
         # Block tables of the last steps by request, each with whether the step loaded anything.
@@ -199,7 +201,7 @@ class LMCacheSchedulerHalf:
         if not hashes:
             return 0, False
         if self._client is None:
-            return 0, False
+            return (None if self._awaits_workers() else 0), False
         hit_chunks = self._lookup(self._client, request.request_id, tracker.namespace, hashes)
         if hit_chunks is None:
             return None, False
@@ -228,6 +230,16 @@ class LMCacheSchedulerHalf:
             client.end(req_id, release=False)
             hit_chunks = client.lookup(hashes, req_id, namespace)
         return hit_chunks
+
+    def _awaits_workers(self) -> bool:
+        """Whether the engine has just started over tiers that may hold what is asked for: its
+        first step, which vLLM makes for a request that has no answer, tells where they are."""
+        if not self._config.wants_lower_tiers:
+            return False
+        now = time.monotonic()
+        if self._workers_due is None:
+            self._workers_due = now + self._config.lookup_timeout_ms / 1e3
+        return now < self._workers_due
 
     def _promise_nothing(self, req_id: str) -> tuple[int, bool]:
         # The record ends too: when the request is asked about again, more may be stored.
