@@ -207,8 +207,7 @@ class LMCacheManager:
             self.config.pre_caching_hash_algorithm if self.config.chain == "own" else "vLLM's",
         )
         self._say(
-            "capacity %.2f GB = %d tokens of this model on rank 0, the same in total; "
-            "tiers: %s",
+            "capacity %.2f GB = %d tokens of this model on rank 0, the same in total; tiers: %s",
             capacity_bytes / 2**30,
             capacity_tokens,
             ", ".join(self.worker.tiers()),
