@@ -348,7 +348,7 @@ def print_table(
     """Tokens are those of the round after the restart; cold is the control's time."""
     stage.say(
         "  Time to first token: cold = vLLM alone, warm = with lmcache_rs, second round,\n"
-        "  restart = the engine started anew; the handbook comes from disk with the first question.\n"
+        "  restart = the engine started anew, the handbook from disk with the first question.\n"
     )
     heads = ("prompt", "from", "from", "TTFT", "TTFT", "TTFT", "speed-", "answer =")
     units = ("tokens", "vLLM", "lmcache_rs", "cold", "warm", "restart", "up", "control")
