@@ -2,7 +2,7 @@
 
     make demo            # or: python examples/demo.py, in an environment with vLLM and lmcache_rs
 
-Four acts, each watched by vLLM's own counters:
+Five acts, each watched by vLLM's own counters:
 
 1. SmolLM2-135M comes from PyPI and is converted once (smollm2.py).
 2. The control: vLLM without lmcache_rs answers every question about the handbook. Before each one
@@ -10,10 +10,13 @@ Four acts, each watched by vLLM's own counters:
 3. vLLM with lmcache_rs answers the same questions twice. The first round fills lmcache_rs. Before
    every question vLLM's prefix cache is emptied again, so what the second round does not compute
    it can only have from lmcache_rs: the warm time to first token.
-4. vLLM's OpenAI server, started with the one line an operator needs, answers over HTTP.
+4. That engine is ended and another one started over the same folder on disk: it is still warm.
+   The handbook comes from disk with the first question, and is in host memory for the others.
+5. vLLM's OpenAI server, started with the one line an operator needs, answers over HTTP.
 
-The exit status is 0 only if, in the second round, every question had at least 90 % of its full
-chunks from lmcache_rs, the words of the control, and its first token in half the cold time or less.
+The exit status is 0 only if, in the second round and after the restart, every question had at least
+90 % of its full chunks from lmcache_rs, the words of the control, and its first token in half the
+cold time or less.
 
 Everything runs in float32. A hit computes a shorter tail than a cold run does, so the order of
 sums differs. In float32 that moves a log-probability by 1e-5, and the words chosen here lead
@@ -28,6 +31,7 @@ import importlib.util
 import json
 import os
 import shlex
+import shutil
 import sys
 import time
 import traceback
@@ -103,6 +107,7 @@ def main() -> int:
         return 1
     finally:
         end_processes(children())
+        shutil.rmtree(disk_folder(), ignore_errors=True)
         stage.close()
 
 
@@ -119,7 +124,8 @@ def parse_arguments() -> argparse.Namespace:
 def prepare_environment() -> list[str]:
     """Set what vLLM's processes inherit; returns one line for each thing a user may wonder about.
 
-    Nothing phones home, and the demo runs on lmcache_rs's defaults but for a smaller pool.
+    Nothing phones home, and the demo runs on lmcache_rs's defaults but for a smaller pool and a
+    folder on disk.
     """
     os.environ.update(
         HF_HUB_OFFLINE="1",
@@ -139,7 +145,15 @@ def prepare_environment() -> list[str]:
             del os.environ[name]
             notes.append(f"note: {name} is left out, the demo runs on the defaults")
     os.environ["LMCACHE_MAX_LOCAL_CPU_SIZE"] = "1.0"
+    os.environ["LMCACHE_LOCAL_DISK"] = str(disk_folder())
+    os.environ["LMCACHE_MAX_LOCAL_DISK_SIZE"] = "1.0"
+    shutil.rmtree(disk_folder(), ignore_errors=True)
     return notes
+
+
+def disk_folder() -> Path:
+    """What lmcache_rs keeps on disk: empty when the demo begins, and gone when it ends."""
+    return cache_root() / "demo-disk"
 
 
 def play(stage: Stage, with_lmcache: bool) -> int:
@@ -169,12 +183,16 @@ def play(stage: Stage, with_lmcache: bool) -> int:
         stage.say("  Second round: the same questions")
         warm = ask_all(stage, llm)
 
+    stage.chapter("vLLM with lmcache_rs, started anew over the same folder on disk")
+    with engine(stage, "vLLM with lmcache_rs", model, connector) as llm:
+        restarted = ask_all(stage, llm)
+
     stage.chapter("vLLM's OpenAI server with lmcache_rs")
     server_failures = serve(stage, model, connector, expected=control[0].text)
 
     stage.chapter("Result")
-    print_table(stage, control, warm)
-    failures = shortcomings(control, warm) + server_failures
+    print_table(stage, control, warm, restarted)
+    failures = shortcomings(control, warm) + shortcomings(control, restarted) + server_failures
     if failures:
         stage.say()
         for failure in failures:
@@ -324,22 +342,28 @@ def full_chunk_tokens(prompt_tokens: int) -> int:
     return prompt_tokens // CHUNK_TOKENS * CHUNK_TOKENS
 
 
-def print_table(stage: Stage, control: list[Answer], warm: list[Answer]) -> None:
-    """Tokens are those of the warm round; cold is the control's time, without lmcache_rs."""
-    stage.say("  Time to first token: cold = vLLM alone, warm = with lmcache_rs, second round.\n")
-    heads = ("prompt", "from", "from", "TTFT", "TTFT", "speed-", "answer =")
-    units = ("tokens", "vLLM", "lmcache_rs", "cold", "warm", "up", "control")
+def print_table(
+    stage: Stage, control: list[Answer], warm: list[Answer], restarted: list[Answer]
+) -> None:
+    """Tokens are those of the round after the restart; cold is the control's time."""
+    stage.say(
+        "  Time to first token: cold = vLLM alone, warm = with lmcache_rs, second round,\n"
+        "  restart = the engine started anew, the handbook from disk with the first question.\n"
+    )
+    heads = ("prompt", "from", "from", "TTFT", "TTFT", "TTFT", "speed-", "answer =")
+    units = ("tokens", "vLLM", "lmcache_rs", "cold", "warm", "restart", "up", "control")
     for row in (heads, units):
         stage.say(f"  {'':34}" + "".join(f"{cell:>11}" for cell in row))
-    for question, cold, hot in zip(QUESTIONS, control, warm, strict=True):
+    for question, cold, hot, new in zip(QUESTIONS, control, warm, restarted, strict=True):
         cells = (
-            f"{hot.prompt_tokens}",
-            f"{hot.tokens_from_vllm}",
-            f"{hot.tokens_from_lmcache}",
+            f"{new.prompt_tokens}",
+            f"{new.tokens_from_vllm}",
+            f"{new.tokens_from_lmcache}",
             f"{cold.ttft_seconds:.2f} s",
             f"{hot.ttft_seconds:.2f} s",
-            f"{cold.ttft_seconds / hot.ttft_seconds:.1f} x",
-            "yes" if hot.text == cold.text else "NO",
+            f"{new.ttft_seconds:.2f} s",
+            f"{cold.ttft_seconds / new.ttft_seconds:.1f} x",
+            "yes" if hot.text == new.text == cold.text else "NO",
         )
         stage.say(f"  {question:34}" + "".join(f"{cell:>11}" for cell in cells))
 

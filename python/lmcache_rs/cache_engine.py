@@ -310,10 +310,10 @@ class LMCacheEngine:
         self._require_open()
         return self.storage_manager.clear(prefix)
 
-    def close(self) -> None:
+    def close(self, deadline_s: float = 10.0) -> None:
         """Ends the engine: later calls raise RuntimeError. Transfers under way, and puts that wait
-        for tiers below host memory, are done first, the latter within a deadline; transfers that
-        nobody has begun are called off. Idempotent."""
+        for tiers below host memory, are done first, the latter within `deadline_s` seconds;
+        transfers that nobody has begun are called off. Idempotent."""
         with self._lock:
             self._closed = True
             storage_manager = self._storage_manager
@@ -322,7 +322,7 @@ class LMCacheEngine:
             registration.cache.settle()
         self._transfers.close()
         if storage_manager is not None:
-            storage_manager.close()
+            storage_manager.close(deadline_s)
         if self.local_cpu is not None:
             self.local_cpu.close()
 

@@ -173,6 +173,16 @@ class LMCacheEngineConfig:
         return int(self.max_local_disk_size * GB)
 
     @property
+    def wants_local_disk(self) -> bool:
+        """Whether there is to be a tier on local disks."""
+        return bool(self.local_disk_paths and self.max_local_disk_bytes)
+
+    @property
+    def wants_lower_tiers(self) -> bool:
+        """Whether there is to be any tier below host memory."""
+        return self.wants_local_disk or bool(self.storage_backends)
+
+    @property
     def local_disk_paths(self) -> list[str]:
         """The folders of `local_disk`, in order; none if it is not set."""
         paths = [path.strip() for path in (self.local_disk or "").split(",")]

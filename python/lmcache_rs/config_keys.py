@@ -94,12 +94,15 @@ def _cache_policy(value: str) -> tuple[str, str | None]:
 def _local_cpu(value: bool) -> tuple[bool, str | None]:
     if value:
         return value, None
-    return value, "the connector serves from host memory alone; without it nothing is cached"
+    return value, (
+        "host memory then only stages chunks for the tiers below it, in max_local_cpu_size; "
+        "without such a tier nothing is cached"
+    )
 
 
 def _local_disk(value: str) -> tuple[str, str | None]:
     if any(path.strip() for path in value.split(",")):
-        return value, "in this version only StorageManager uses it: the engine and vLLM do not yet"
+        return value, None
     raise ValueError("needs the path of a folder, or several with commas; leave it out for no disk")
 
 
@@ -147,7 +150,9 @@ HONOURED: Mapping[str, Key] = {
             "bool",
             True,
             "",
-            "Keep chunks in host memory (tier L1), from which the connector serves.",
+            "Keep chunks in host memory (tier L1), from which the connector serves. False: it is "
+            "used on the way to and from the tiers below alone; without such a tier nothing is "
+            "cached.",
             check=_local_cpu,
         ),
         Key(
@@ -165,8 +170,7 @@ HONOURED: Mapping[str, Key] = {
             None,
             "",
             "Folders on local disks for tier L2, separated by commas; chunks are spread over them. "
-            "Several processes may share them. Needs `max_local_disk_size`. In this version only "
-            "`StorageManager` uses it, the engine and vLLM do not yet; see "
+            "Several processes may share them. Needs `max_local_disk_size`; see "
             "[local-disk.md](local-disk.md).",
             check=_local_disk,
         ),

@@ -495,6 +495,24 @@ class ProbeWorker:
             self.probe_break_loads(how, 1, limit)
         return is_meant
 
+    def probe_forget(self) -> None:
+        """Host memory loses every chunk, once the tiers below have what they were offered."""
+        worker = _probe()._manager.worker
+        assert worker is not None
+        worker._saves.wait()
+        worker._saves.collect()
+        assert worker._storage is None or worker._storage.flush(30.0)
+        assert worker.local_cpu is not None
+        worker.local_cpu.clear()
+
+    def probe_keep_seen(self, path: str) -> None:
+        """Writes what the engine was seen to store, for the probe of another engine."""
+        _probe()._wait_for_copies()
+        torch.save(_probe().recorded, path)
+
+    def probe_take_seen(self, path: str) -> None:
+        _probe().recorded |= torch.load(path)
+
     def probe_slow_copies(self, bytes_per_second: int) -> None:
         worker = _probe()._manager.worker
         assert worker is not None

@@ -58,6 +58,8 @@ class StorageManager:
         # What was put under a namespace: all chunks of one are alike but for their tokens.
         self._forms: dict[str, StoredForm] = {}
         self.backends: dict[str, StorageBackendInterface] = {}
+        # Tiers that the settings ask for and that could not be made, with the reason.
+        self.unavailable: dict[str, Exception] = {}
         # Where objects are allocated: L1's pool, or without L1 one that only stages.
         self._pool: LocalCpu | None = None
         self._local: LocalCPUBackend | None = None
@@ -78,7 +80,7 @@ class StorageManager:
             self._pool = local_cpu
             self._local = LocalCPUBackend(local_cpu)
             self.backends[L1] = self._local
-        if config.local_disk_paths and config.max_local_disk_bytes:
+        if config.wants_local_disk:
             self._add_local_disk()
 
     def _add_local_disk(self) -> None:
@@ -89,6 +91,7 @@ class StorageManager:
         except (OSError, MemoryError) as error:
             if self._config.strict:
                 raise
+            self.unavailable[L2] = error
             logger.warning(
                 "lmcache_rs: SERVING WITHOUT THE LOCAL DISK TIER: %s. Check that local_disk can be "
                 "written and that memory is left; `strict: true` makes this a stop.",

@@ -101,9 +101,9 @@ class LMCacheManager:
         chunk_size = config.chunk_size_for(compat.block_size_of(kv_cache_config))
         if chunk_size != config.chunk_size:
             config = config.with_values("rounded up to the engine's block", chunk_size=chunk_size)
-        if config.storage_backends and stays_in_memory(config, vllm_config):
+        if config.wants_lower_tiers and stays_in_memory(config, vllm_config):
             reason = "left out: this chain's keys are used in host memory alone"
-            config = config.with_values(reason, storage_backends={})
+            config = config.with_values(reason, storage_backends={}, max_local_disk_size=0.0)
         self.config = config
         engine_start = compat.engine_start_of(vllm_config)
         metadata = compat.metadata_of(vllm_config, kv_cache_config, rank)
@@ -251,14 +251,13 @@ class LMCacheManager:
         )
         self._say(
             "capacity %.2f GB = %d tokens of this model a rank, %.2f GB in total on %d rank%s; "
-            "tiers: local_cpu %s%s",
+            "tiers: %s",
             capacity_bytes / 2**30,
             capacity_tokens,
             num_ranks * capacity_bytes / 2**30,
             num_ranks,
             "s" if num_ranks > 1 else "",
-            "healthy" if capacity_bytes else "off",
-            "".join(f", {name}" for name in self.worker.lower_tiers()),
+            ", ".join(self.worker.tiers()),
         )
         self._say("model fingerprint %s", self._metadata.model_fingerprint)
         self._say("%s", chain_notice(self.config, self._vllm_config))
@@ -267,6 +266,11 @@ class LMCacheManager:
                 self._say("setting %s = %s (%s)", key, value, source)
         for notice in self.config.notices:
             self._say("%s", notice)
+        if self.config.local_disk_paths and not self.config.is_set("max_local_disk_size"):
+            compat.logger.warning(
+                "lmcache_rs: NO TIER ON DISK: local_disk is set, and max_local_disk_size, the GB "
+                "that it may take, is not"
+            )
         if self._load_failure_policy == "fail":
             compat.logger.warning(
                 "lmcache_rs: kv_load_failure_policy is 'fail' (vLLM's default): a failed load "

@@ -167,6 +167,8 @@ class LMCacheSchedulerHalf:
         self._has_several_ranks = len(ranks) > 1
         self._books = RankBooks(ranks)
         self._names = RankNames.of_no_rank(metadata)
+        # When requests go on without them; None before the first request.
+        self._workers_due: float | None = None
         self._evict_blocks: Callable[[set[int]], None] | None = None
         # Block tables of the last steps by request, each with whether the step loaded anything.
         self._last_tables: collections.deque[tuple[bool, dict[str, list[int]]]]
@@ -212,7 +214,7 @@ class LMCacheSchedulerHalf:
         if not hashes:
             return 0, False
         if self._client is None:
-            return 0, False
+            return (None if self._awaits_workers() else 0), False
         hit_chunks = self._lookup(self._client, tracker, tracker.namespace, hashes)
         if hit_chunks is None:
             return None, False
@@ -247,6 +249,16 @@ class LMCacheSchedulerHalf:
             client.end(req_id, release=False)
             hit_chunks = client.lookup(hashes, req_id, namespace)
         return hit_chunks
+
+    def _awaits_workers(self) -> bool:
+        """Whether the engine has just started over tiers that may hold what is asked for: its
+        first step, which vLLM makes for a request that has no answer, tells where they are."""
+        if not self._config.wants_lower_tiers:
+            return False
+        now = time.monotonic()
+        if self._workers_due is None:
+            self._workers_due = now + self._config.lookup_timeout_ms / 1e3
+        return now < self._workers_due
 
     def _promise_nothing(self, req_id: str) -> tuple[int, bool]:
         # The record ends too: when the request is asked about again, more may be stored.

@@ -44,6 +44,10 @@ if TYPE_CHECKING:
     from lmcache_rs.vllm_v1.faults import Faults
 
 
+CLOSE_DEADLINE_S = 4.0
+"""Seconds that a shutdown waits for puts into lower tiers: vLLM kills a worker that takes five."""
+
+
 class PoolTooSmallError(ValueError):
     """The pool does not hold one chunk of this model."""
 
@@ -98,6 +102,9 @@ class LMCacheWorkerHalf:
         # Where there are tiers below host memory.
         self._storage: StorageManager | None = None
         self._prefetches: RunningPrefetches | None = None
+        # Those that could not be made, with the reason.
+        self._tiers_off: dict[str, str] = {}
+        self._is_staging = False
         self._outcomes: dict[str, RequestOutcome] = {}
         self._block_tokens = metadata.block_size or 1
         self._layers: dict[str, int] = {}
@@ -137,6 +144,9 @@ class LMCacheWorkerHalf:
             PoolTooSmallError, MemoryError, OSError: The cache cannot serve; the engine can.
             LayoutError: The tensors are not what they are declared to be.
         """
+        is_staging = not self._config.local_cpu and self._config.wants_lower_tiers
+        if is_staging:
+            self._config = self._config.with_values("stages for the tiers below", local_cpu=True)
         num_blocks = self._config.chunk_size // self._block_tokens
         chunk_bytes = block_bytes * len(tensors) * num_blocks
         pool_bytes = self._config.max_local_cpu_bytes
@@ -166,20 +176,28 @@ class LMCacheWorkerHalf:
             raise
         self._engine = engine
         self._add_tiers(engine)
+        self._is_staging = is_staging
+        if is_staging and self._storage is None:
+            raise RuntimeError("local_cpu is false, and there is no tier below host memory")
         self._layers = {name: layer for layer, name in enumerate(layer_names)}
         self._saves.has_windows = has_windows
 
     def _add_tiers(self, engine: LMCacheEngine) -> None:
+        if not self._config.wants_lower_tiers:
+            return
+        storage = engine.storage_manager
+        for name, error in storage.unavailable.items():
+            self._faults.note("local_disk", error)
+            self._tiers_off[name] = str(error)
         for name, made_by in self._config.storage_backends.items():
             try:
                 module, _, what = made_by.partition(":")
-                engine.storage_manager.add_backend(
-                    name, getattr(importlib.import_module(module), what)()
-                )
+                storage.add_backend(name, getattr(importlib.import_module(module), what)())
             except Exception as error:
                 if self._config.strict:
                     raise
                 self._faults.note("storage_backends", error)
+                self._tiers_off[name] = str(error)
                 compat.logger.error(
                     "lmcache_rs: THE ENGINE SERVES WITHOUT TIER %s (%s): %s. `strict: true` makes "
                     "this a stop.",
@@ -187,9 +205,9 @@ class LMCacheWorkerHalf:
                     made_by,
                     error,
                 )
-        if self._config.storage_backends and engine.storage_manager.has_lower_tiers:
-            self._storage = engine.storage_manager
-            self._prefetches = RunningPrefetches(self._storage, self._faults, self._names.of)
+        if storage.has_lower_tiers:
+            self._storage = storage
+            self._prefetches = RunningPrefetches(storage, self._faults, self._names.of)
 
     @property
     def is_registered(self) -> bool:
@@ -211,9 +229,12 @@ class LMCacheWorkerHalf:
         capacity_bytes = self._engine.local_cpu.capacity_bytes
         return capacity_bytes, capacity_bytes // self._chunk_bytes * self._config.chunk_size
 
-    def lower_tiers(self) -> list[str]:
-        """Names of the tiers below host memory, in the order they are asked."""
-        return [] if self._storage is None else list(self._storage.backends)[1:]
+    def tiers(self) -> list[str]:
+        """The tiers in the order they are asked, each with its state, in words."""
+        host = "staging" if self._is_staging else "healthy" if self.capacity()[0] else "off"
+        lower = [] if self._storage is None else list(self._storage.backends)[1:]
+        off = [f"{name} off ({reason})" for name, reason in self._tiers_off.items()]
+        return [f"local_cpu {host}", *(f"{name} healthy" for name in lower), *off]
 
     @property
     def _chunk_bytes(self) -> int:
@@ -555,6 +576,9 @@ class LMCacheWorkerHalf:
         self._saves.collect()
         registered = self._engine and self._engine.registered
         counters: dict[str, Any] = {**self._counts, "hashed_bytes": _native.hashed_bytes()}
+        if self._storage is not None:
+            for tier, stats in list(self._storage.stats().items())[1:]:
+                counters |= {f"{tier}_{name}": count for name, count in stats.items()}
         if self._engine is None or not registered:
             return counters
         counters["copy_path"] = registered.copy_path
@@ -572,7 +596,11 @@ class LMCacheWorkerHalf:
         return self._engine.local_cpu.audit()
 
     def shutdown(self) -> None:
-        """Closes the socket and gives the memory back. Idempotent."""
+        """Closes the socket and gives the memory back; what was saved goes to the tiers below
+        first, as far as there is time. Idempotent."""
+        if self._storage is not None:
+            self._saves.wait()
+            self._saves.collect()
         if self._step is not None:
             self._step.close()
             self._step = None
@@ -587,4 +615,4 @@ class LMCacheWorkerHalf:
         if self._engine is not None:
             if self._engine.local_cpu is not None:
                 lookup.unregister_local(self._lookup_id, self.rank, self._engine.local_cpu)
-            self._engine.close()
+            self._engine.close(CLOSE_DEADLINE_S)

@@ -407,11 +407,11 @@ fn memory_for_what_is_read_may_run_out() {
     assert!(disk.close(LONG));
     let tiny = LocalCpu::new(500_000, LONG).unwrap();
     let disk = LocalDisk::open(options(folder.path()), tiny).unwrap();
-    let some = disk.get(NAMESPACE, &numbers, LONG);
-    // Whichever of them came first to the pool.
-    assert!(some.len() < 5, "{}", some.len());
-    drop(some);
-    assert!(disk.stats()["faults_no_memory"] >= 1);
+    for _ in 0..200 {
+        // What comes is the prefix that fits, whichever of them were read first.
+        assert_eq!(disk.get(NAMESPACE, &numbers, LONG).len(), 4);
+    }
+    assert_eq!(disk.stats()["faults_no_memory"], 200);
     assert_eq!(disk.contains_prefix(NAMESPACE, &numbers), 20);
     assert_eq!(come_back(&disk, &numbers[19..], 100_000), [true]);
 }

@@ -4,10 +4,9 @@ use std::io::{self, ErrorKind};
 use std::path::Path;
 use std::sync::atomic::Ordering;
 
-use lmcache_memory::local_cpu::LocalCpu;
 use lmcache_memory::object::ChunkMut;
 
-use super::faults::{Fault, Trouble};
+use super::faults::Trouble;
 use super::files::{Open, OpenFile, read_fully, write_fully};
 use super::folder::Folder;
 use super::records::Name;
@@ -124,15 +123,18 @@ fn write_object(file: &dyn OpenFile, header: &[u8], payload: &[u8]) -> io::Resul
     Ok(())
 }
 
-/// Reads a chunk's file into memory of `pool`, and holds it against its header.
+/// Gives memory of so many bytes.
+pub(crate) type Room<'a> = &'a dyn Fn(usize) -> Result<ChunkMut, Trouble>;
+
+/// Reads a chunk's file into memory that `room` gives, and holds it against its header.
 pub(crate) fn read(
     folder: &Folder,
     name: &Name,
     key: &str,
-    pool: &LocalCpu,
+    room: Room<'_>,
 ) -> Result<(ChunkMut, Description), Trouble> {
     let path = folder.path_of(name);
-    let attempt = |direct: bool| read_object(folder, &path, direct, key, pool);
+    let attempt = |direct: bool| read_object(folder, &path, direct, key, room);
     let direct = folder.direct.load(Ordering::Relaxed);
     match attempt(direct) {
         Err(ReadError::System(error)) if direct && refuses_direct(&error) => {
@@ -144,16 +146,14 @@ pub(crate) fn read(
     .map_err(|error| match error {
         ReadError::System(error) => Trouble::system("read a chunk", &error),
         ReadError::Defect(defect) => Trouble::new(defect, name.to_text()),
-        ReadError::NoMemory(bytes) => {
-            Trouble::new(Fault::NoMemory, format!("no room for {bytes} bytes"))
-        }
+        ReadError::NoRoom(trouble) => trouble,
     })
 }
 
 enum ReadError {
     System(io::Error),
     Defect(Defect),
-    NoMemory(usize),
+    NoRoom(Trouble),
 }
 
 impl From<io::Error> for ReadError {
@@ -173,7 +173,7 @@ fn read_object(
     path: &Path,
     direct: bool,
     key: &str,
-    pool: &LocalCpu,
+    room: Room<'_>,
 ) -> Result<(ChunkMut, Description), ReadError> {
     let file = folder.files.open(path, Open::Read { direct })?;
     let found = file.bytes()?;
@@ -203,10 +203,7 @@ fn read_object(
         _ => return Err(Defect::Truncated.into()),
     }
     let payload_bytes = payload_bytes as usize;
-    let mut chunk = pool
-        .allocate(&[payload_bytes])
-        .and_then(|mut chunks| chunks.pop())
-        .ok_or(ReadError::NoMemory(payload_bytes))?;
+    let mut chunk = room(payload_bytes).map_err(ReadError::NoRoom)?;
     let mut check = header.check();
     if whole_file {
         let rest = first

@@ -23,7 +23,7 @@ mod walk;
 use std::collections::{BTreeMap, HashMap};
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use lmcache_core::hash::ChunkHash;
@@ -31,7 +31,7 @@ use lmcache_core::hot_cache::Policy;
 use lmcache_core::key::begins_with;
 use lmcache_memory::local_cpu::LocalCpu;
 use lmcache_memory::object::{ChunkMut, MemoryObj};
-use parking_lot::{Condvar, Mutex};
+use parking_lot::Mutex;
 
 use self::faults::{Fault, Faults, Trouble};
 use self::files::{Files, Open, SystemFiles, read_fully};
@@ -244,11 +244,7 @@ impl LocalDisk {
     pub fn get(&self, namespace: &str, hashes: &[ChunkHash], within: Duration) -> Vec<Arrival> {
         let due = Instant::now().checked_add(within);
         let num_chunks = self.contains_prefix(namespace, hashes);
-        let reading = Arc::new(Reading {
-            arrivals: Mutex::new((0..num_chunks).map(|_| None).collect()),
-            gap: AtomicUsize::new(num_chunks),
-            done: Condvar::new(),
-        });
+        let reading = Arc::new(Reading::new(num_chunks));
         let namespace: Arc<str> = namespace.into();
         for (at, &hash) in hashes[..num_chunks].iter().enumerate() {
             let (shared, namespace) = (Arc::clone(&self.0), Arc::clone(&namespace));
@@ -260,7 +256,7 @@ impl LocalDisk {
             let job = move || {
                 let mut answer = answer;
                 if at < answer.reading.gap.load(Ordering::Relaxed) {
-                    answer.arrival = shared.read(&namespace, hash);
+                    answer.arrival = shared.read(&namespace, hash, &answer.reading, at);
                 }
             };
             self.0.queue.read(Box::new(job));
@@ -275,8 +271,7 @@ impl LocalDisk {
                 .faults
                 .note("get", &Trouble::new(Fault::Deadline, found));
         }
-        // Nobody waits for the rest.
-        reading.gap.store(0, Ordering::Relaxed);
+        reading.end();
         arrivals
     }
 
@@ -446,15 +441,30 @@ impl Shared {
         removed
     }
 
-    fn read(&self, namespace: &str, hash: ChunkHash) -> Option<Arrival> {
+    fn read(
+        &self,
+        namespace: &str,
+        hash: ChunkHash,
+        reading: &Reading,
+        at: usize,
+    ) -> Option<Arrival> {
         let name = Name::of(namespace, hash);
         let folder = self.folder(hash);
-        match chunk_io::read(folder, &name, &key_text(namespace, hash), &self.pool) {
+        let room = |bytes: usize| {
+            reading.place(at, || {
+                let chunk = self.pool.allocate(&[bytes]).and_then(|mut one| one.pop());
+                chunk.ok_or_else(|| {
+                    Trouble::new(Fault::NoMemory, format!("no room for {bytes} bytes"))
+                })
+            })
+        };
+        match chunk_io::read(folder, &name, &key_text(namespace, hash), &room) {
             Ok((chunk, description)) => {
                 add(&self.counts.got_chunks, 1);
                 add(&self.counts.got_bytes, chunk.len() as u64);
                 Some(Arrival { chunk, description })
             }
+            Err(trouble) if trouble.fault == Fault::Withdrawn => None,
             Err(trouble) => {
                 self.faults.note("get", &trouble);
                 match trouble.fault {
