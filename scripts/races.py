@@ -16,8 +16,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = Path(os.environ.get("CARGO_TARGET_DIR") or ROOT / "target").absolute()
-TESTS = ("cuda_driver", "cuda_failures", "cuda_executor", "cuda_staged", "cuda_costs")
-TESTS += ("cuda_device", "cuda_waits")
+TESTS = (
+    *("cuda_driver", "cuda_failures", "cuda_executor", "cuda_staged", "cuda_costs"),
+    *("cuda_device", "cuda_waits"),
+)
 # Their streams race where a wait is left out, and they leave it out by themselves.
 RACING = {
     "cuda_driver": "events_keep_late_streams_in_order_and_each_wait_is_needed",
