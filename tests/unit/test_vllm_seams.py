@@ -158,7 +158,6 @@ def test_what_has_failed_as_a_whole_is_not_tried_again() -> None:
     request, _, is_async = granted(pair)
     assert is_async
     pair.step({})
-    assert pair.worker.take_finished_loads()[0] == {request.request_id}
     # vLLM has taken it back as a whole, and asks again.
     request.num_computed_tokens = 0
     assert pair.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
