@@ -467,3 +467,28 @@ def test_what_is_brought_from_below_is_there_once_every_rank_has_brought_it() ->
         assert asked.is_pending("r", "ns", bytes(32))
         asked.done(rank, ["r", "unknown"])
     assert not asked.is_pending("r", "ns", bytes(32)), "the fourth has no lower tier"
+
+
+def test_what_one_rank_could_not_load_is_found_no_more(engine: Ranks) -> None:
+    engine.step({})
+    store(engine, 2)
+    request = new_request(2 * CHUNK + 1)
+    found = engine.wait(request)
+    failing = engine.workers[2]._engine
+    assert failing is not None
+    begin = failing.begin_load_chunks
+
+    def refuses(*_: object, **__: object) -> None:
+        raise OSError("planted")
+
+    failing.begin_load_chunks = refuses  # type: ignore[assignment, method-assign]
+    assert engine.load(request, found) == set(
+        engine.tables[request.request_id][: 2 * CHUNK // BLOCK]
+    )
+    failing.begin_load_chunks = begin  # type: ignore[method-assign]
+    again = new_request(2 * CHUNK + 1)
+    assert engine.wait(again) == 0
+    engine.finish(again)
+    engine.finish(request)
+    assert engine.faults.counts.total() == 1
+    engine.wait_until_nothing_is_leased()
