@@ -85,7 +85,7 @@ def _scheduler_half() -> tuple[LMCacheSchedulerHalf, Worker]:
     from vllm.v1.outputs import KVConnectorOutput
 
     from lmcache_rs import LMCacheEngineConfig, LMCacheMetadata
-    from lmcache_rs.lookup import lookup_socket_path
+    from lmcache_rs.lookup import Rank, lookup_socket_path
     from lmcache_rs.vllm_v1.faults import Faults
     from lmcache_rs.vllm_v1.metadata import LMCacheWorkerMetadata
     from lmcache_rs.vllm_v1.scheduler import LMCacheSchedulerHalf
@@ -96,14 +96,15 @@ def _scheduler_half() -> tuple[LMCacheSchedulerHalf, Worker]:
     metadata = LMCacheMetadata("m", 1, 0, "float32", block_size=16)
     half = LMCacheSchedulerHalf(config, metadata, "bench", "kv_both", Faults())
     name = secrets.token_hex(16)
-    path = str(lookup_socket_path(name, 0))
+    rank = Rank(0, 0, 0)
+    path = str(lookup_socket_path(name, rank))
     # Leases of waiting requests hold at most half of a pool.
     chunks = str(2 * WAITING * CHUNKS)
     worker = Worker(
         sys.executable, HERE / "peers" / "lookup_server.py", path, "unused", chunks, "0"
     )
     half.update_connector_output(
-        KVConnectorOutput(kv_connector_worker_meta=LMCacheWorkerMetadata({}, {0: name}))
+        KVConnectorOutput(kv_connector_worker_meta=LMCacheWorkerMetadata({}, {rank: name}))
     )
     return half, worker
 
