@@ -331,6 +331,26 @@ def opaque_blocks(world: World) -> None:
 
 def all_checks(paths: list[str]) -> Iterator[tuple[str, str, Check]]:
     """Every check with its group and the way that copies take."""
+    # What a device short of time must not leave out comes first.
+    for path in paths:
+        for way in ("bulk", "layer"):
+            for title, check in (("store", late_store), ("load", late_load)):
+
+                def late(world: World, check: Any = check, way: str = way) -> None:
+                    check(world, way)
+
+                yield "late streams", path, (f"{title}, {way}", late)
+        yield "late streams", path, ("blocks overwritten behind a store", block_reuse)
+        yield "whole blocks in the background", path, ("store and load", opaque_blocks)
+    for dtype_name, interleaved in itertools.product(
+        ("float32", "bfloat16", "float16"), (False, True)
+    ):
+
+        def turn(world: World, name: str = dtype_name, interleaved: bool = interleaved) -> None:
+            shift(world, DTYPES[name], interleaved)
+
+        pairs = "GPT-J" if interleaved else "NeoX"
+        yield "RoPE shift = torch in 64 bits", paths[0], (f"{dtype_name}, {pairs} pairs", turn)
     for path in paths:
         for name, layout, (dtype_name, dtype) in itertools.product(
             CONNECTORS, AXES, DTYPES.items()
@@ -350,21 +370,3 @@ def all_checks(paths: list[str]) -> Iterator[tuple[str, str, Check]]:
                     round_trip(world, name, layout, dtype, head)
 
                 yield f"{name} connector = torch indexing", path, (title, trip)
-        for way in ("bulk", "layer"):
-            for title, check in (("store", late_store), ("load", late_load)):
-
-                def late(world: World, check: Any = check, way: str = way) -> None:
-                    check(world, way)
-
-                yield "late streams", path, (f"{title}, {way}", late)
-        yield "late streams", path, ("blocks overwritten behind a store", block_reuse)
-        yield "whole blocks in the background", path, ("store and load", opaque_blocks)
-    for dtype_name, interleaved in itertools.product(
-        ("float32", "bfloat16", "float16"), (False, True)
-    ):
-
-        def turn(world: World, name: str = dtype_name, interleaved: bool = interleaved) -> None:
-            shift(world, DTYPES[name], interleaved)
-
-        pairs = "GPT-J" if interleaved else "NeoX"
-        yield "RoPE shift = torch in 64 bits", paths[0], (f"{dtype_name}, {pairs} pairs", turn)
