@@ -16,7 +16,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
 from vllm.v1.request import Request
 
-from lmcache_rs.vllm_v1.metadata import LMCacheConnectorMetadata
+from lmcache_rs.vllm_v1.metadata import ONLY_RANK, LMCacheConnectorMetadata
 from lmcache_rs.vllm_v1.prefetches import AskedPrefetches
 
 PROMPT = 2 * CHUNK + 1
@@ -239,7 +239,7 @@ def test_what_is_asked_from_below_is_described_before_it_comes(pair: Pair) -> No
             noted.append((request.request_id, len(hashes) // 32))
 
     pair.scheduler.event_stream = Stream()  # type: ignore[assignment]
-    pair.scheduler._prefetches = AskedPrefetches(60.0)
+    pair.scheduler._prefetches = AskedPrefetches(60.0, {ONLY_RANK})
     request = new_request(PROMPT, seed=11)
     assert pair.scheduler.get_num_new_matched_tokens(request, 0) == (None, False)
     assert noted == [(request.request_id, 2)]
@@ -255,7 +255,7 @@ def test_a_description_that_fails_takes_no_order_with_it(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or chunks that a request has asked for would be held for ever."""
-    pair.scheduler._prefetches = AskedPrefetches(60.0)
+    pair.scheduler._prefetches = AskedPrefetches(60.0, {ONLY_RANK})
     request = new_request(PROMPT, seed=11)
     assert pair.scheduler.get_num_new_matched_tokens(request, 0) == (None, False)
     pair.describe({})
