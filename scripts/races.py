@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = Path(os.environ.get("CARGO_TARGET_DIR") or ROOT / "target").absolute()
-TESTS = ("cuda_driver", "cuda_failures", "cuda_executor", "cuda_staged", "cuda_costs")
+TESTS: tuple[str, ...] = ("cuda_driver", "cuda_failures", "cuda_executor", "cuda_staged", "cuda_costs")
 TESTS += ("cuda_device", "cuda_waits")
 # Their streams race where a wait is left out, and they leave it out by themselves.
 RACING = {
