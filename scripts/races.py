@@ -16,10 +16,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = Path(os.environ.get("CARGO_TARGET_DIR") or ROOT / "target").absolute()
-TESTS = (
-    *("cuda_driver", "cuda_failures", "cuda_executor", "cuda_staged", "cuda_costs"),
-    *("cuda_device", "cuda_waits"),
-)
+DRIVER = ("cuda_driver", "cuda_failures", "cuda_executor", "cuda_staged", "cuda_costs")
+WHOLE = (*DRIVER, "cuda_device", "cuda_waits")
 # Their streams race where a wait is left out, and they leave it out by themselves.
 RACING = {
     "cuda_driver": "events_keep_late_streams_in_order_and_each_wait_is_needed",
@@ -35,7 +33,7 @@ def main() -> int:
         print("races: nothing was run: no nightly toolchain with the component rust-src")
         return 0
     skipped = [word for racing in RACING.values() for word in ("--skip", racing)]
-    clean = run(host, TESTS, skipped)
+    clean = run(host, WHOLE, skipped)
     if clean:
         print(f"races: FAILED, the tests ended with {clean}; the sanitizer's words are above")
         return 1

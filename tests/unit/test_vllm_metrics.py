@@ -21,6 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorStats
 
+from lmcache_rs.gpu_connector import RegisteredCache
 from lmcache_rs.lookup import InProcessLookupClient
 from lmcache_rs.vllm_v1.connector import LMCacheConnectorV1Dynamic
 from lmcache_rs.vllm_v1.faults import Faults
@@ -190,6 +191,16 @@ def test_each_metric_equals_what_the_script_did(
         assert 0 < seconds < 60
     told = {*expected, *gauges, "copy_path_active", "faults", "copy_seconds"}
     assert told == BY_NAME.keys(), "every metric is in this script"
+
+
+def test_what_copies_is_told_by_where_the_tensors_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair()
+    manager = object.__new__(LMCacheManager)
+    manager.worker, manager.event_reports, manager.faults = pair.worker, None, Faults()
+    assert manager._worker_totals()["copy_path_active", "host"] == 1
+    monkeypatch.setattr(RegisteredCache, "device", object())
+    assert manager._worker_totals()["copy_path_active", "cuda"] == 1
+    pair.close()
 
 
 def test_nothing_new_is_nothing_to_tell(script: Script) -> None:

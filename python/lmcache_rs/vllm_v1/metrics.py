@@ -255,6 +255,7 @@ def worker_totals(
     usage: Mapping[str, int] | None,
     faults: Mapping[str, int],
     event_overflows: int = 0,
+    *,
     copy_path: str = HOST,
 ) -> Totals:
     """What a worker half tells.

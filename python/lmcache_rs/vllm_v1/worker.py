@@ -554,6 +554,12 @@ class LMCacheWorkerHalf:
     # --- for operators ------------------------------------------------------------------------
 
     @property
+    def copy_path(self) -> str:
+        """What copies KV: `host` or `cuda`."""
+        registered = self._engine and self._engine.registered
+        return "cuda" if registered and registered.device is not None else "host"
+
+    @property
     def local_cpu(self) -> _native.LocalCpu | None:
         """Host memory, while there is an engine that has it."""
         return None if self._engine is None else self._engine.local_cpu
