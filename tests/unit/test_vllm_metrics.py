@@ -198,8 +198,9 @@ def test_what_copies_is_told_by_where_the_tensors_are(monkeypatch: pytest.Monkey
     manager = object.__new__(LMCacheManager)
     manager.worker, manager.event_reports, manager.faults = pair.worker, None, Faults()
     assert manager._worker_totals()["copy_path_active", "host"] == 1
-    monkeypatch.setattr(RegisteredCache, "device", object())
-    assert manager._worker_totals()["copy_path_active", "cuda"] == 1
+    with monkeypatch.context() as plant:
+        plant.setattr(RegisteredCache, "device", object())
+        assert manager._worker_totals()["copy_path_active", "cuda"] == 1
     pair.close()
 
 
