@@ -14,7 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from judge import Judge, Promise, require
+from judge import HASH_BYTES, Judge, Promise, require
 from late import LateCopies
 from runner import Outcome, Runner
 from settings import Settings, kv_cache_config, vllm_config
@@ -29,7 +29,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
-from world import BLOCK, VOCAB, PagedMemory
+from world import BLOCK, CHUNK, VOCAB, PagedMemory
 
 from lmcache_rs import _native
 from lmcache_rs.cache_engine import LMCacheEngine
@@ -240,11 +240,23 @@ class Engine:
         step.outcome = outcome = self.runner.execute(step.scheduled)
         loading = self.transfers.not_over()
         stored = self.late.take_ended_keys()
-        self.judge.check_loads(step.promises, outcome, loading, self.pool, set(stored))
+        just_stored = set(stored) | self._saved_in(metadata)
+        self.judge.check_loads(step.promises, outcome, loading, self.pool, just_stored)
         self.judge.check_reads(outcome.passes, step.reported_blocks())
         self.judge.check_saves(metadata, self.runner.sequences, self.pool)
         self.judge.check_stored(stored, self.pool)
         self.judge.check_sent(outcome.output)
+
+    def _saved_in(self, metadata: LMCacheConnectorMetadata) -> set[tuple[str, bytes]]:
+        """Chunks that the step stores itself, after all that vLLM asks: layer by layer, with drafts."""
+        if not (self.settings.layerwise and self.settings.num_drafts):
+            return set()
+        return {
+            (req.namespace, req.hashes[at : at + HASH_BYTES])
+            for req in metadata.requests
+            if req.save_spec is not None
+            for at in range(0, req.num_tokens // CHUNK * HASH_BYTES, HASH_BYTES)
+        }
 
     def _update(self, step: Step) -> None:
         assert step.outcome is not None

@@ -121,7 +121,6 @@ def test_a_server_with_streaming_clients_that_leave(baseline: Baseline) -> None:
         assert not wrong
         assert list(server.sockets.glob("*/*.sock"))
         assert server.close() in (0, -15)
-        assert not list(server.sockets.glob("*/*.sock"))
         log = server.log()
     assert "lmcache_rs: fault" not in log
     assert "panicked" not in log
