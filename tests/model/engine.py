@@ -248,7 +248,7 @@ class Engine:
         self.judge.check_sent(outcome.output)
 
     def _saved_in(self, metadata: LMCacheConnectorMetadata) -> set[tuple[str, bytes]]:
-        """Chunks that the step stores itself, after all that vLLM asks: layer by layer, with drafts."""
+        """Chunks that the step stores after all that vLLM asks: layer by layer, with drafts."""
         if not (self.settings.layerwise and self.settings.num_drafts):
             return set()
         return {
