@@ -89,8 +89,10 @@ clean: ## remove what was built, and the environments
 	cargo clean
 
 # GPU_PYTHON= names a Python with a torch that has CUDA and this package; the environment's torch has not.
+# GPU_OTHER_PYTHON= names one with another torch and the same wheel.
 gpu: setup ## run what needs a GPU, eight minutes at most; one line where there is none
-	@"$(or $(GPU_PYTHON),$(PY))" tests/gpu/run.py $(if $(IMITATED),--imitated) --json gpu.json
+	@"$(or $(GPU_PYTHON),$(PY))" tests/gpu/run.py $(if $(IMITATED),--imitated) \
+		$(if $(GPU_OTHER_PYTHON),--other "$(GPU_OTHER_PYTHON)") --json gpu.json
 
 # Never in CI: an environment of its own, made once.
 compat: installed ## run what needs vLLM on the older release that README names

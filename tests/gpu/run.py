@@ -1,21 +1,26 @@
 """Run what needs a GPU; where there is none, say so in one line and do nothing.
 
-    run.py [--imitated] [--quick] [--json FILE]
+    run.py [--imitated] [--quick] [--other PYTHON] [--json FILE]
 
 Needs this package, with kernels, and a torch that has CUDA; nothing else. `--imitated` runs the
 same over a library that imitates the driver, on any machine with g++: that proves this script, and
-its figures mean nothing. `--quick` leaves out most layouts and element types.
+its figures mean nothing. `--quick` leaves out most layouts and element types. `--other` names a
+Python with another torch and this very wheel, which runs a choice of the checks, too. Where vLLM is
+beside torch, its end-to-end tests of hits run last, in the time that is left.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import hashlib
+import importlib.util
 import json
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Iterator
@@ -25,6 +30,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 # Leaves figures their time within eight minutes.
 CHECK_SECONDS = 240
+WHOLE_SECONDS = 480
 WAYS = ["kernel", "engine", "single", "staged"]
 
 
@@ -32,6 +38,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--imitated", action="store_true", help="over the imitated driver")
     parser.add_argument("--quick", action="store_true", help="a choice of the checks")
+    parser.add_argument("--other", help="a Python with another torch and the same wheel")
     parser.add_argument("--json", type=Path, help="where the report goes")
     args = parser.parse_args()
     if args.imitated:
@@ -88,6 +95,14 @@ def no_torch() -> str:
     return ""
 
 
+def extension_digest() -> str:
+    """SHA-256 of the extension module, which tells one wheel from another."""
+    from lmcache_rs import _native
+
+    assert _native.__file__ is not None
+    return hashlib.sha256(Path(_native.__file__).read_bytes()).hexdigest()
+
+
 class Report:
     """One table and one JSON of what was found."""
 
@@ -103,9 +118,13 @@ class Report:
         begun = time.monotonic()
         world = ImitatedWorld() if self._args.imitated else World()
         with world.entered():
-            self._found["facts"] = world.facts()
+            self._found["facts"] = {**world.facts(), "extension": extension_digest()}
             self._check(world)
             self._measure(world)
+        if self._args.other:
+            self._run_other()
+        if not self._args.imitated and importlib.util.find_spec("vllm"):
+            self._run_vllm(begun + WHOLE_SECONDS - time.monotonic())
         self._found["seconds"] = round(time.monotonic() - begun, 1)
         self._print()
         if self._args.json:
@@ -146,6 +165,36 @@ class Report:
         self._found["figures"] += figures.kernels(world, num_tokens)
         self._found["paths"] += figures.path_table(world, WAYS, most_bytes)
 
+    def _run_other(self) -> None:
+        """A choice of the checks by another Python and torch, with the same extension module."""
+        own = self._found["facts"]
+        command = [self._args.other, __file__, "--quick", *["--imitated"] * self._args.imitated]
+        with tempfile.TemporaryDirectory() as folder:
+            told = Path(folder) / "told.json"
+            subprocess.run([*command, "--json", told], stdout=subprocess.DEVNULL, check=False)
+            found = json.loads(told.read_text()) if told.exists() else {"failures": ["it ended"]}
+        facts = found.get("facts", {})
+        self._found["other"] = {"facts": facts, "failures": found["failures"]}
+        self._found["failures"] += [f"the other Python: {each}" for each in found["failures"]]
+        if facts.get("extension") != own["extension"]:
+            self._found["failures"].append(f"{self._args.other} has another wheel than this Python")
+        if facts.get("torch") == own["torch"]:
+            self._found["failures"].append(f"{self._args.other} has the same torch, {own['torch']}")
+
+    def _run_vllm(self, seconds: float) -> None:
+        """vLLM's hits equal its own answers, engine memory overwritten in between."""
+        command = [sys.executable, "-m", "pytest", "-q", "tests/vllm/test_hits.py"]
+        try:
+            code = subprocess.run(
+                command, cwd=ROOT, timeout=max(seconds, 1), check=False
+            ).returncode
+        except subprocess.TimeoutExpired:
+            self._found["vllm"] = "left out for time"
+            return
+        self._found["vllm"] = "failed" if code else "passed"
+        if code:
+            self._found["failures"].append("vLLM's end-to-end tests of hits")
+
     def _print(self) -> None:
         for line in self._lines():
             print(line)
@@ -176,6 +225,12 @@ class Report:
             size = f"{row['run_bytes']:>12} {row['runs']:>7}"
             yield f"{row['direction']:<20} {size} {times}  {row['chosen']}"
         yield ""
+        if "other" in found:
+            other = found["other"]
+            verdict = f"{len(other['failures'])} FAILED" if other["failures"] else "none failed"
+            yield f"the same wheel beside torch {other['facts'].get('torch')}: {verdict}"
+        if "vllm" in found:
+            yield f"vLLM's end-to-end tests of hits: {found['vllm']}"
         yield f"{found['seconds']} s"
         for failure in found["failures"]:
             yield f"\nFAILED {failure}"

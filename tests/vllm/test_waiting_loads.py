@@ -42,7 +42,10 @@ def test_cold_then_hit_after_reset(engines: Engines, baseline: Baseline, kind: s
     engine = engines.get(SPECS[kind])
     source = Prompts(f"waited for {kind}")
     prompts = [source.fresh(n) for n in (199, 300, 128, 640)]
-    prompts += [source.fork(prompts[3], 200, 400), source.fresh(63)]
+    prompts += [source.fresh(63)]
+    if SPECS[kind].layout != "mp":
+        # Over there it may come so late that vLLM has what the other one has loaded by then.
+        prompts.insert(4, source.fork(prompts[3], 200, 400))
     check(engine, baseline, prompts)
     for order in (prompts, prompts[::-1]):
         engine.cool()
