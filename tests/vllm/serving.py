@@ -47,9 +47,7 @@ def serve(pipe: Any, spec: EngineSpec, environment: dict[str, str], log: str) ->
     pipe.send(("ready", None))
     operations: dict[str, Callable[..., Any]] = {
         "ask": lambda prompts, max_tokens, which=0: _generate(llms[which], prompts, max_tokens),
-        "reset": lambda connector, which=0: llms[which].reset_prefix_cache(
-            reset_connector=connector
-        ),
+        "reset": lambda connector, which=0: _reset(llms[which], connector),
         "rpc": lambda method, *given: llms[0].collective_rpc(method, args=given),
         "twin": lambda: llms.append(_start(spec)),
         "script": lambda module, name, *given: getattr(importlib.import_module(module), name)(
@@ -154,6 +152,12 @@ def run_idle(llm: Any) -> None:
     until = time.monotonic() + IDLE_TIMEOUT_S
     while core is not None and core.scheduler.has_requests() and time.monotonic() < until:
         llm.llm_engine.step()
+
+
+def _reset(llm: Any, connector: bool) -> bool:
+    """vLLM refuses while it keeps blocks of an ended request that is still being saved."""
+    run_idle(llm)
+    return bool(llm.reset_prefix_cache(reset_connector=connector))
 
 
 def sampling_for(prompt: Prompt, max_tokens: int) -> Any:
