@@ -81,6 +81,10 @@ class Arm:
             temperature=0, max_tokens=max_tokens, detokenize=False, ignore_eos=True
         )
         if reset:
+            # Saves behind the last step are heard of in the next one.
+            core = getattr(self.llm.llm_engine.engine_core, "engine_core", None)
+            while core is not None and core.scheduler.has_requests():
+                self.llm.llm_engine.step()
             assert self.llm.reset_prefix_cache(), "vLLM's own prefix cache is still in use"
         began, busy = time.perf_counter_ns(), time.process_time_ns()
         outputs = self.llm.generate(asked, sampling, use_tqdm=False)

@@ -35,7 +35,7 @@ import shutil
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,6 +72,7 @@ MOST_WARM_SHARE_OF_COLD = 0.5
 MODEL_LIMIT_SECONDS = 420
 START_LIMIT_SECONDS = 240
 ANSWER_LIMIT_SECONDS = 120
+RESET_SECONDS = 10.0
 STOP_LIMIT_SECONDS = 60
 
 
@@ -235,11 +236,19 @@ def engine(stage: Stage, name: str, model: Path, connector: str | None) -> Itera
         end_processes(children())
 
 
+def until_true(reset: Callable[[], bool]) -> bool:
+    """vLLM refuses while blocks of an ended request are still being saved; soon they are."""
+    until = time.monotonic() + RESET_SECONDS
+    while not (is_done := reset()) and time.monotonic() < until:
+        time.sleep(0.05)
+    return is_done
+
+
 def ask_all(stage: Stage, llm: LLM) -> list[Answer]:
     answers = []
     for number, question in enumerate(QUESTIONS, start=1):
         with stage.step(f"{number}/{len(QUESTIONS)} {question}", ANSWER_LIMIT_SECONDS):
-            if not llm.reset_prefix_cache():
+            if not until_true(llm.reset_prefix_cache):
                 raise DemoError(
                     "reset_prefix_cache() returned False: vLLM still holds blocks of an earlier "
                     "request, so its own cache cannot be told from lmcache_rs"
@@ -316,7 +325,7 @@ def serve(stage: Stage, model: Path, connector: str | None, expected: str) -> li
         for label in ("asking", "asking again, vLLM's own prefix cache emptied"):
             hits_before = server.counter(hits)
             with stage.step(label, ANSWER_LIMIT_SECONDS):
-                if not server.post("/reset_prefix_cache")["success"]:
+                if not until_true(lambda: server.post("/reset_prefix_cache")["success"]):
                     raise DemoError("POST /reset_prefix_cache said that blocks are still held")
                 begun = time.monotonic()
                 reply = server.post("/v1/chat/completions", request)

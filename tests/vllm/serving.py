@@ -157,7 +157,13 @@ def run_idle(llm: Any) -> None:
 def _reset(llm: Any, connector: bool) -> bool:
     """vLLM refuses while it keeps blocks of an ended request that is still being saved."""
     run_idle(llm)
-    return bool(llm.reset_prefix_cache(reset_connector=connector))
+    until = time.monotonic() + 5
+    # An engine process of its own goes on by itself.
+    while not (is_done := bool(llm.reset_prefix_cache(reset_connector=connector))):
+        if connector or time.monotonic() > until:
+            break
+        time.sleep(0.02)
+    return is_done
 
 
 def sampling_for(prompt: Prompt, max_tokens: int) -> Any:
