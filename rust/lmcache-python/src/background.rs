@@ -9,8 +9,11 @@ use pyo3::prelude::*;
 use crate::errors::NativeError;
 use crate::gate::{Owned, enter};
 use crate::memory::LocalCpu;
-use crate::token::packed_hashes;
-use crate::transfer::{PagedCache, Place, chunks};
+use crate::transfer::{PagedCache, Place, loaded, stored};
+
+/// What whoever asks for an outcome too early is told.
+pub(crate) const NOT_ENDED: NativeError =
+    NativeError::Spent("the transfer has not ended; wait for it before you ask for its outcome");
 
 /// Whole stores and loads, and the thread that does them.
 ///
@@ -53,12 +56,11 @@ impl TransferQueue {
         let queue = self.0.get()?;
         let (local_cpu, paged) = (local_cpu.store()?, paged.cache()?);
         let place = Place::read(py, blocks, slots)?;
-        let transfer = enter(py, || {
-            let hashes = packed_hashes(hashes)?;
-            let chunks = chunks(namespace, &hashes, chunk_size, num_tokens, &place);
-            let job = StoreJob::begin(local_cpu, paged, &chunks, first)?;
-            Ok::<_, NativeError>(queue.begin(job))
-        })?;
+        let transfer =
+            place.with_chunks(py, namespace, hashes, chunk_size, num_tokens, |chunks| {
+                let job = StoreJob::begin(local_cpu, paged, chunks, first)?;
+                Ok::<_, NativeError>(queue.begin(job))
+            })?;
         Ok(Transfer(Owned::new(transfer)))
     }
 
@@ -82,12 +84,11 @@ impl TransferQueue {
         let queue = self.0.get()?;
         let (local_cpu, paged) = (local_cpu.store()?, paged.cache()?);
         let place = Place::read(py, blocks, slots)?;
-        let transfer = enter(py, || {
-            let hashes = packed_hashes(hashes)?;
-            let chunks = chunks(namespace, &hashes, chunk_size, num_tokens, &place);
-            let job = LoadJob::begin(local_cpu, paged, lookup_id, &chunks, skip)?;
-            Ok::<_, NativeError>(queue.begin(job))
-        })?;
+        let transfer =
+            place.with_chunks(py, namespace, hashes, chunk_size, num_tokens, |chunks| {
+                let job = LoadJob::begin(local_cpu, paged, lookup_id, chunks, skip)?;
+                Ok::<_, NativeError>(queue.begin(job))
+            })?;
         Ok(Transfer(Owned::new(transfer)))
     }
 
@@ -120,18 +121,10 @@ impl Transfer {
     /// What it did: `(chunks, tokens, bytes, refused_chunks)` of a store, `(end, tokens, bytes)` of a load.
     fn outcome(&self) -> PyResult<Vec<usize>> {
         match self.0.get()?.outcome() {
-            Some(Ok(Outcome::Stored(stored))) => Ok(vec![
-                stored.chunks,
-                stored.tokens,
-                stored.bytes,
-                stored.refused_chunks,
-            ]),
-            Some(Ok(Outcome::Loaded(loaded))) => Ok(vec![loaded.end, loaded.tokens, loaded.bytes]),
+            Some(Ok(Outcome::Stored(done))) => Ok(<[usize; 4]>::from(stored(done)).into()),
+            Some(Ok(Outcome::Loaded(done))) => Ok(<[usize; 3]>::from(loaded(done)).into()),
             Some(Err(text)) => Err(NativeError::Panicked(text).into()),
-            None => Err(NativeError::Spent(
-                "the transfer has not ended; wait for it before you ask for its outcome",
-            )
-            .into()),
+            None => Err(NOT_ENDED.into()),
         }
     }
 }

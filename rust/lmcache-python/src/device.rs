@@ -12,7 +12,7 @@ use lmcache_transfer::cuda::handles::StreamId;
 use lmcache_transfer::cuda::kernels::Direction;
 use lmcache_transfer::cuda::layer_copy::{DeviceLayerCopy, Piece};
 use lmcache_transfer::error::TransferError;
-use lmcache_transfer::flow::{Loaded, Stored};
+use lmcache_transfer::flow::Stored;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
@@ -20,8 +20,7 @@ use crate::errors::NativeError;
 use crate::gate::{Owned, enter};
 use crate::layerwise::Copier;
 use crate::memory::{Keep, LENT, Lasting, LocalCpu, MemoryObj};
-use crate::token::packed_hashes;
-use crate::transfer::{Place, chunks, int64s, spans};
+use crate::transfer::{Place, int64s, loaded, spans, stored};
 
 /// A GPU of this process, opened through the driver's library; the same one for all who ask for its number.
 #[pyclass(frozen, module = "lmcache_rs._native")]
@@ -281,13 +280,11 @@ impl CudaCache {
     ) -> PyResult<(usize, usize, usize, usize)> {
         let (store, here) = (local_cpu.store()?, self.cache()?);
         let place = Place::read(py, blocks, slots)?;
-        enter(py, || {
-            let hashes = packed_hashes(hashes)?;
-            let chunks = chunks(namespace, &hashes, chunk_size, num_tokens, &place);
+        place.with_chunks(py, namespace, hashes, chunk_size, num_tokens, |chunks| {
             let (device, cache) = (&here.device, &here.cache);
             // SAFETY: the stream is the engine's, by the caller's word, and orders what it does with its blocks.
             let job = unsafe {
-                DeviceStore::begin(device, cache, store, StreamId(stream), &chunks, first)
+                DeviceStore::begin(device, cache, store, StreamId(stream), chunks, first)
             };
             let mut job = job?;
             job.all_layers()?;
@@ -316,14 +313,11 @@ impl CudaCache {
     ) -> PyResult<(usize, usize, usize)> {
         let (store, here) = (local_cpu.store()?, self.cache()?);
         let place = Place::read(py, blocks, slots)?;
-        enter(py, || {
-            let hashes = packed_hashes(hashes)?;
-            let chunks = chunks(namespace, &hashes, chunk_size, num_tokens, &place);
+        place.with_chunks(py, namespace, hashes, chunk_size, num_tokens, |chunks| {
             let (device, cache, stream) = (&here.device, &here.cache, StreamId(stream));
             // SAFETY: as in `store`.
-            let job = unsafe {
-                DeviceLoad::begin(device, cache, store, stream, lookup_id, &chunks, skip)
-            };
+            let job =
+                unsafe { DeviceLoad::begin(device, cache, store, stream, lookup_id, chunks, skip) };
             let mut job = job?;
             job.all_layers()?;
             Ok::<_, NativeError>(loaded(job.finish()?))
@@ -456,19 +450,6 @@ fn publish(device: &Device, publication: Publication, wait: bool) -> Result<Stor
     Ok(planned)
 }
 
-fn loaded(loaded: Loaded) -> (usize, usize, usize) {
-    (loaded.end, loaded.tokens, loaded.bytes)
-}
-
-fn stored(stored: Stored) -> (usize, usize, usize, usize) {
-    (
-        stored.chunks,
-        stored.tokens,
-        stored.bytes,
-        stored.refused_chunks,
-    )
-}
-
 /// Loads and saves of any number of requests that share a forward pass on a GPU.
 ///
 /// `stream` is the engine's for all of it. Closed or dropped before its end, it writes and publishes nothing more
@@ -545,34 +526,39 @@ impl CudaLayerwiseStep {
     ) -> PyResult<(usize, usize, usize)> {
         let step = self.0.get()?;
         let place = Place::read(py, blocks, slots)?;
-        enter(py, || {
-            let hashes = packed_hashes(hashes)?;
-            let chunks = chunks(namespace, &hashes, step.chunk_size, num_tokens, &place);
-            let (device, cache) = (&step.here.device, &step.here.cache);
-            let (store, stream) = (&step.local_cpu, step.stream);
-            // SAFETY: the stream is the engine's, by the word of whoever made the step, and orders what it does
-            // with its blocks.
-            let job = unsafe {
-                match computed_from {
-                    None => {
-                        DeviceLoad::begin(device, cache, store, stream, lookup_id, &chunks, skip)
+        place.with_chunks(
+            py,
+            namespace,
+            hashes,
+            step.chunk_size,
+            num_tokens,
+            |chunks| {
+                let (device, cache) = (&step.here.device, &step.here.cache);
+                let (store, stream) = (&step.local_cpu, step.stream);
+                // SAFETY: the stream is the engine's, by the word of whoever made the step, and orders what it does
+                // with its blocks.
+                let job = unsafe {
+                    match computed_from {
+                        None => {
+                            DeviceLoad::begin(device, cache, store, stream, lookup_id, chunks, skip)
+                        }
+                        Some(from) => DeviceLoad::begin_beside(
+                            device, cache, store, stream, lookup_id, chunks, skip, from,
+                        ),
                     }
-                    Some(from) => DeviceLoad::begin_beside(
-                        device, cache, store, stream, lookup_id, &chunks, skip, from,
-                    ),
+                }?;
+                match &mut *lock(&step.loads) {
+                    Some(loads) if !loads.is_begun => {
+                        let planned = job.planned();
+                        loads.jobs.push(job);
+                        Ok(loaded(planned))
+                    }
+                    _ => Err(NativeError::Spent(
+                        "the step's loads have begun; add them before",
+                    )),
                 }
-            }?;
-            match &mut *lock(&step.loads) {
-                Some(loads) if !loads.is_begun => {
-                    let planned = job.planned();
-                    loads.jobs.push(job);
-                    Ok(loaded(planned))
-                }
-                _ => Err(NativeError::Spent(
-                    "the step's loads have begun; add them before",
-                )),
-            }
-        })
+            },
+        )
     }
 
     /// Begins the loads. With a copier, which has nothing to do here, all layers are given to the device at once;
@@ -636,17 +622,23 @@ impl CudaLayerwiseStep {
     ) -> PyResult<(usize, usize, usize, usize)> {
         let step = self.0.get()?;
         let place = Place::read(py, blocks, slots)?;
-        enter(py, || {
-            let hashes = packed_hashes(hashes)?;
-            let chunks = chunks(namespace, &hashes, step.chunk_size, num_tokens, &place);
-            let (device, cache) = (&step.here.device, &step.here.cache);
-            let (store, stream) = (&step.local_cpu, step.stream);
-            // SAFETY: as in `add_load`.
-            let job = unsafe { DeviceStore::begin(device, cache, store, stream, &chunks, first) }?;
-            let planned = job.planned();
-            lock(&step.saves).push(job);
-            Ok::<_, NativeError>(stored(planned))
-        })
+        place.with_chunks(
+            py,
+            namespace,
+            hashes,
+            step.chunk_size,
+            num_tokens,
+            |chunks| {
+                let (device, cache) = (&step.here.device, &step.here.cache);
+                let (store, stream) = (&step.local_cpu, step.stream);
+                // SAFETY: as in `add_load`.
+                let job =
+                    unsafe { DeviceStore::begin(device, cache, store, stream, chunks, first) }?;
+                let planned = job.planned();
+                lock(&step.saves).push(job);
+                Ok::<_, NativeError>(stored(planned))
+            },
+        )
     }
 
     /// Has one layer of every save copied, behind what the engine's stream has been given.

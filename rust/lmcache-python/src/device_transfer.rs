@@ -9,12 +9,12 @@ use lmcache_transfer::cuda::handles::StreamId;
 use lmcache_transfer::cuda::kernels::Direction;
 use pyo3::prelude::*;
 
+use crate::background::NOT_ENDED;
 use crate::device::CudaCache;
 use crate::errors::NativeError;
 use crate::gate::{Owned, enter};
 use crate::memory::LocalCpu;
-use crate::token::packed_hashes;
-use crate::transfer::{Place, chunks};
+use crate::transfer::{Place, loaded, stored};
 
 /// A store or load that was given to a GPU. Dropping the handle changes nothing.
 #[pyclass(frozen, module = "lmcache_rs._native")]
@@ -75,26 +75,18 @@ pub(crate) fn begin_cuda_store(
 ) -> PyResult<CudaTransfer> {
     let (store, here) = (local_cpu.store()?, paged.cache()?);
     let place = Place::read(py, blocks, slots)?;
-    let landing = enter(py, || {
-        let hashes = packed_hashes(hashes)?;
-        let chunks = chunks(namespace, &hashes, chunk_size, num_tokens, &place);
+    let landing = place.with_chunks(py, namespace, hashes, chunk_size, num_tokens, |chunks| {
         let (device, cache, stream) = (&here.device, &here.cache, StreamId(stream));
         // SAFETY: the stream is the engine's, by the caller's word; the engine leaves the blocks as they are until
         // it is told that the transfer is done.
-        let mut job = unsafe { DeviceStore::begin(device, cache, store, stream, &chunks, first) }?;
+        let mut job = unsafe { DeviceStore::begin(device, cache, store, stream, chunks, first) }?;
         job.all_layers()?;
         let publication = job.finish_aside()?;
         let landing = Arc::new(Landing::default());
         let promise = Promise(Some(Arc::clone(&landing)));
         device.land(Direction::Gather, move || {
-            promise.keep(publication.wait().map(|stored| {
-                vec![
-                    stored.chunks,
-                    stored.tokens,
-                    stored.bytes,
-                    stored.refused_chunks,
-                ]
-            }));
+            let outcome = publication.wait();
+            promise.keep(outcome.map(|done| <[usize; 4]>::from(stored(done)).into()));
         });
         Ok::<_, NativeError>(landing)
     })?;
@@ -123,19 +115,17 @@ pub(crate) fn begin_cuda_load(
 ) -> PyResult<CudaTransfer> {
     let (store, here) = (local_cpu.store()?, paged.cache()?);
     let place = Place::read(py, blocks, slots)?;
-    let landing = enter(py, || {
-        let hashes = packed_hashes(hashes)?;
-        let chunks = chunks(namespace, &hashes, chunk_size, num_tokens, &place);
+    let landing = place.with_chunks(py, namespace, hashes, chunk_size, num_tokens, |chunks| {
         let (device, cache, stream) = (&here.device, &here.cache, StreamId(stream));
         // SAFETY: as in `begin_cuda_store`; it uses them no sooner.
         let job =
-            unsafe { DeviceLoad::begin(device, cache, store, stream, lookup_id, &chunks, skip) };
+            unsafe { DeviceLoad::begin(device, cache, store, stream, lookup_id, chunks, skip) };
         let mut job = job?;
         job.all_layers()?;
         let landing = Arc::new(Landing::default());
         let promise = Promise(Some(Arc::clone(&landing)));
         job.finish_aside(move |outcome| {
-            promise.keep(outcome.map(|loaded| vec![loaded.end, loaded.tokens, loaded.bytes]));
+            promise.keep(outcome.map(|done| <[usize; 3]>::from(loaded(done)).into()));
         })?;
         Ok::<_, NativeError>(landing)
     })?;
@@ -184,10 +174,7 @@ impl CudaTransfer {
         match &*outcome {
             Some(Ok(numbers)) => Ok(numbers.clone()),
             Some(Err(fault)) => Err(NativeError::Cuda(fault.clone()).into()),
-            None => Err(NativeError::Spent(
-                "the transfer has not ended; wait for it before you ask for its outcome",
-            )
-            .into()),
+            None => Err(NOT_ENDED.into()),
         }
     }
 }

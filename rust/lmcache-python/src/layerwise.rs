@@ -3,7 +3,6 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use lmcache_memory::local_cpu;
-use lmcache_transfer::flow::{Loaded, Stored};
 use lmcache_transfer::host;
 use lmcache_transfer::layerwise::{LoadJob, StoreJob};
 use lmcache_transfer::pipeline::{self, Loads};
@@ -12,8 +11,7 @@ use pyo3::prelude::*;
 use crate::errors::NativeError;
 use crate::gate::{Owned, enter};
 use crate::memory::LocalCpu;
-use crate::token::packed_hashes;
-use crate::transfer::{PagedCache, Place, chunks};
+use crate::transfer::{PagedCache, Place, loaded, stored};
 
 /// The thread that writes loads ahead of the layers an engine asks for.
 ///
@@ -103,25 +101,30 @@ impl LayerwiseStep {
     ) -> PyResult<(usize, usize, usize)> {
         let step = self.0.get()?;
         let place = Place::read(py, blocks, slots)?;
-        enter(py, || {
-            let hashes = packed_hashes(hashes)?;
-            let chunks = chunks(namespace, &hashes, step.chunk_size, num_tokens, &place);
-            let (local_cpu, paged) = (&step.local_cpu, &step.paged);
-            let job = match computed_from {
-                None => LoadJob::begin(local_cpu, paged, lookup_id, &chunks, skip)?,
-                Some(from) => {
-                    LoadJob::begin_beside(local_cpu, paged, lookup_id, &chunks, skip, from)?
-                }
-            };
-            let State::Planned(jobs) = &mut *lock(&step.loads) else {
-                return Err(NativeError::Spent(
-                    "the step's loads have begun; add them before",
-                ));
-            };
-            let planned = job.planned();
-            jobs.push(job);
-            Ok(loaded(planned))
-        })
+        place.with_chunks(
+            py,
+            namespace,
+            hashes,
+            step.chunk_size,
+            num_tokens,
+            |chunks| {
+                let (local_cpu, paged) = (&step.local_cpu, &step.paged);
+                let job = match computed_from {
+                    None => LoadJob::begin(local_cpu, paged, lookup_id, chunks, skip)?,
+                    Some(from) => {
+                        LoadJob::begin_beside(local_cpu, paged, lookup_id, chunks, skip, from)?
+                    }
+                };
+                let State::Planned(jobs) = &mut *lock(&step.loads) else {
+                    return Err(NativeError::Spent(
+                        "the step's loads have begun; add them before",
+                    ));
+                };
+                let planned = job.planned();
+                jobs.push(job);
+                Ok(loaded(planned))
+            },
+        )
     }
 
     /// Begins the loads; without a copier each layer is written when it is waited for.
@@ -183,14 +186,19 @@ impl LayerwiseStep {
     ) -> PyResult<(usize, usize, usize, usize)> {
         let step = self.0.get()?;
         let place = Place::read(py, blocks, slots)?;
-        enter(py, || {
-            let hashes = packed_hashes(hashes)?;
-            let chunks = chunks(namespace, &hashes, step.chunk_size, num_tokens, &place);
-            let job = StoreJob::begin(&step.local_cpu, &step.paged, &chunks, first)?;
-            let planned = job.planned();
-            lock(&step.saves).push(job);
-            Ok::<_, NativeError>(stored(planned))
-        })
+        place.with_chunks(
+            py,
+            namespace,
+            hashes,
+            step.chunk_size,
+            num_tokens,
+            |chunks| {
+                let job = StoreJob::begin(&step.local_cpu, &step.paged, chunks, first)?;
+                let planned = job.planned();
+                lock(&step.saves).push(job);
+                Ok::<_, NativeError>(stored(planned))
+            },
+        )
     }
 
     /// Copies one layer of every save.
@@ -241,19 +249,6 @@ impl Step {
             "layer {layer} of a cache of {num_layers} layers; count from 0"
         )))
     }
-}
-
-fn loaded(loaded: Loaded) -> (usize, usize, usize) {
-    (loaded.end, loaded.tokens, loaded.bytes)
-}
-
-fn stored(stored: Stored) -> (usize, usize, usize, usize) {
-    (
-        stored.chunks,
-        stored.tokens,
-        stored.bytes,
-        stored.refused_chunks,
-    )
 }
 
 /// A panic while a lock was held left a job in the list that misses a layer: it is not published.

@@ -2,10 +2,9 @@
 
 use std::sync::Arc;
 
-use lmcache_core::hash::ChunkHash;
 use lmcache_core::layout::{PagedLayout, Placement};
 use lmcache_transfer::copy_job::ChunkSpan;
-use lmcache_transfer::flow::{self, Chunks};
+use lmcache_transfer::flow::{self, Chunks, Loaded, Stored};
 use lmcache_transfer::host;
 use pyo3::buffer::PyBuffer;
 use pyo3::exceptions::{PyTypeError, PyValueError};
@@ -142,6 +141,28 @@ impl Place {
         }
     }
 
+    /// Runs `work` on a request's chunks, without the interpreter lock.
+    pub(crate) fn with_chunks<T: Send>(
+        &self,
+        py: Python<'_>,
+        namespace: &str,
+        hashes: &[u8],
+        chunk_size: usize,
+        num_tokens: usize,
+        work: impl FnOnce(&Chunks<'_>) -> Result<T, NativeError> + Send,
+    ) -> PyResult<T> {
+        enter(py, || {
+            let hashes = packed_hashes(hashes)?;
+            work(&Chunks {
+                namespace,
+                hashes: &hashes,
+                chunk_size,
+                num_tokens,
+                placement: self.placement(),
+            })
+        })
+    }
+
     fn placement(&self) -> Placement<'_> {
         match self {
             Self::Blocks(blocks) => Placement::Blocks(blocks),
@@ -167,20 +188,19 @@ pub(crate) fn int64s(py: Python<'_>, values: &Bound<'_, PyAny>, what: &str) -> P
     }
 }
 
-pub(crate) fn chunks<'a>(
-    namespace: &'a str,
-    hashes: &'a [ChunkHash],
-    chunk_size: usize,
-    num_tokens: usize,
-    place: &'a Place,
-) -> Chunks<'a> {
-    Chunks {
-        namespace,
-        hashes,
-        chunk_size,
-        num_tokens,
-        placement: place.placement(),
-    }
+/// A store's outcome in numbers: `(chunks, tokens, bytes, refused_chunks)`.
+pub(crate) fn stored(stored: Stored) -> (usize, usize, usize, usize) {
+    (
+        stored.chunks,
+        stored.tokens,
+        stored.bytes,
+        stored.refused_chunks,
+    )
+}
+
+/// A load's outcome in numbers: `(end, tokens, bytes)`.
+pub(crate) fn loaded(loaded: Loaded) -> (usize, usize, usize) {
+    (loaded.end, loaded.tokens, loaded.bytes)
 }
 
 /// Stores what is new of a prompt's chunks: `(chunks, tokens, bytes, refused_chunks)`.
@@ -201,17 +221,9 @@ pub(crate) fn store(
 ) -> PyResult<(usize, usize, usize, usize)> {
     let (local_cpu, paged) = (local_cpu.store()?, paged.0.get()?);
     let place = Place::read(py, blocks, slots)?;
-    let stored = enter(py, || {
-        let hashes = packed_hashes(hashes)?;
-        let chunks = chunks(namespace, &hashes, chunk_size, num_tokens, &place);
-        flow::store(local_cpu, paged, &chunks, first).map_err(NativeError::from)
-    })?;
-    Ok((
-        stored.chunks,
-        stored.tokens,
-        stored.bytes,
-        stored.refused_chunks,
-    ))
+    place.with_chunks(py, namespace, hashes, chunk_size, num_tokens, |chunks| {
+        Ok(stored(flow::store(local_cpu, paged, chunks, first)?))
+    })
 }
 
 /// Writes the tokens from `skip` on into the engine's cache: `(end, tokens, bytes)`.
@@ -233,12 +245,10 @@ pub(crate) fn load(
 ) -> PyResult<(usize, usize, usize)> {
     let (local_cpu, paged) = (local_cpu.store()?, paged.0.get()?);
     let place = Place::read(py, blocks, slots)?;
-    let loaded = enter(py, || {
-        let hashes = packed_hashes(hashes)?;
-        let chunks = chunks(namespace, &hashes, chunk_size, num_tokens, &place);
-        flow::load(local_cpu, paged, lookup_id, &chunks, skip).map_err(NativeError::from)
-    })?;
-    Ok((loaded.end, loaded.tokens, loaded.bytes))
+    place.with_chunks(py, namespace, hashes, chunk_size, num_tokens, |chunks| {
+        let done = flow::load(local_cpu, paged, lookup_id, chunks, skip)?;
+        Ok(loaded(done))
+    })
 }
 
 /// Copies the tokens `starts[i]..ends[i]` of `slots` out of the engine's cache into the i-th object: bytes moved.
