@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.metrics.cache_hit_source import CacheHitSource
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
@@ -57,7 +56,7 @@ def _error_being_handled() -> tuple[int, int]:
 class LMCacheConnectorV1Dynamic(KVConnectorBase_V1):
     """KV that outlives the engine's blocks, handed back through vLLM's connector hooks."""
 
-    # Read by vLLM from 0.32 on.
+    # vLLM's `get_external_cache_hit_sources` reads it, from 0.32 on.
     _cache_hit_source = HOST_HIT_SOURCE
 
     def __init_subclass__(cls) -> None:
@@ -334,12 +333,6 @@ class LMCacheConnectorV1Dynamic(KVConnectorBase_V1):
         stream = self._manager.event_stream
         if stream is not None:
             self._guard("watch_for_clears", None, stream.watch_for_clears)
-
-    def get_external_cache_hit_sources(
-        self, request: Request, num_external_tokens: int
-    ) -> dict[CacheHitSource, int]:
-        """Which tier a request's promised tokens come from."""
-        return super().get_external_cache_hit_sources(request, num_external_tokens)
 
     def request_finished(
         self, request: Request, block_ids: list[int]

@@ -179,7 +179,7 @@ class LMCacheManager:
             None if pool is None else pool.usage(),
             self.faults.counts,
             0 if reports is None else reports.sink.times_lost,
-            copy_path=metrics.HOST if half is None else half.copy_path,
+            copy_path=metrics.HOST if half is None else half.copies_on,
         )
 
     def take_stats(self) -> metrics.LMCacheStats | None:

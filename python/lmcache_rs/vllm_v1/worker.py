@@ -554,7 +554,7 @@ class LMCacheWorkerHalf:
     # --- for operators ------------------------------------------------------------------------
 
     @property
-    def copy_path(self) -> str:
+    def copies_on(self) -> str:
         """What copies KV: `host` or `cuda`."""
         registered = self._engine and self._engine.registered
         return "cuda" if registered and registered.device is not None else "host"

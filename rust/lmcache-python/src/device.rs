@@ -20,7 +20,7 @@ use crate::errors::NativeError;
 use crate::gate::{Owned, enter};
 use crate::layerwise::Copier;
 use crate::memory::{Keep, LENT, Lasting, LocalCpu, MemoryObj};
-use crate::transfer::{Place, int64s, loaded, spans, stored};
+use crate::transfer::{Place, int64s, loaded, require_layer, spans, stored};
 
 /// A GPU of this process, opened through the driver's library; the same one for all who ask for its number.
 #[pyclass(frozen, module = "lmcache_rs._native")]
@@ -644,13 +644,7 @@ impl CudaLayerwiseStep {
     /// Has one layer of every save copied, behind what the engine's stream has been given.
     fn save(&self, py: Python<'_>, layer: usize) -> PyResult<()> {
         let step = self.0.get()?;
-        let num_layers = step.here.cache.num_layers();
-        if layer >= num_layers {
-            return Err(NativeError::Argument(format!(
-                "layer {layer} of a cache of {num_layers} layers; count from 0"
-            ))
-            .into());
-        }
+        require_layer(layer, step.here.cache.num_layers())?;
         enter(py, || {
             let mut jobs = lock(&step.saves);
             let mut jobs = jobs.iter_mut();

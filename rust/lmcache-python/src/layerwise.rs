@@ -11,7 +11,7 @@ use pyo3::prelude::*;
 use crate::errors::NativeError;
 use crate::gate::{Owned, enter};
 use crate::memory::LocalCpu;
-use crate::transfer::{PagedCache, Place, loaded, stored};
+use crate::transfer::{PagedCache, Place, loaded, require_layer, stored};
 
 /// The thread that writes loads ahead of the layers an engine asks for.
 ///
@@ -204,7 +204,7 @@ impl LayerwiseStep {
     /// Copies one layer of every save.
     fn save(&self, py: Python<'_>, layer: usize) -> PyResult<()> {
         let step = self.0.get()?;
-        step.require_layer(layer)?;
+        require_layer(layer, step.paged.num_layers())?;
         enter(py, || {
             for job in lock(&step.saves).iter_mut() {
                 job.layer(layer);
@@ -236,18 +236,6 @@ impl LayerwiseStep {
             drop((loads, saves));
             Ok::<_, NativeError>(())
         })
-    }
-}
-
-impl Step {
-    fn require_layer(&self, layer: usize) -> Result<(), NativeError> {
-        let num_layers = self.paged.num_layers();
-        if layer < num_layers {
-            return Ok(());
-        }
-        Err(NativeError::Argument(format!(
-            "layer {layer} of a cache of {num_layers} layers; count from 0"
-        )))
     }
 }
 

@@ -188,6 +188,15 @@ pub(crate) fn int64s(py: Python<'_>, values: &Bound<'_, PyAny>, what: &str) -> P
     }
 }
 
+pub(crate) fn require_layer(layer: usize, num_layers: usize) -> Result<(), NativeError> {
+    if layer < num_layers {
+        return Ok(());
+    }
+    Err(NativeError::Argument(format!(
+        "layer {layer} of a cache of {num_layers} layers; count from 0"
+    )))
+}
+
 /// A store's outcome in numbers: `(chunks, tokens, bytes, refused_chunks)`.
 pub(crate) fn stored(stored: Stored) -> (usize, usize, usize, usize) {
     (
