@@ -1,7 +1,7 @@
 //! A GPU as Python sees it: the device, an engine's cache on it, and a step's loads and saves. Taking in addresses
 //! and streams is the only unsafe code.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use lmcache_core::layout::PagedLayout;
 use lmcache_memory::local_cpu;
@@ -17,7 +17,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use crate::errors::NativeError;
-use crate::gate::{Owned, enter};
+use crate::gate::{Owned, enter, lock};
 use crate::layerwise::Copier;
 use crate::memory::{Keep, LENT, Lasting, LocalCpu, MemoryObj};
 use crate::transfer::{Place, int64s, loaded, require_layer, spans, stored};
@@ -693,9 +693,4 @@ impl Loads {
         }
         Ok(())
     }
-}
-
-/// A panic while a lock was held left a job in the list that misses a layer: it is not published.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

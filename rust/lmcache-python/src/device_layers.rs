@@ -3,7 +3,7 @@
 
 use std::any::Any;
 use std::ops::Range;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use lmcache_memory::local_cpu::LocalCpu;
@@ -19,7 +19,7 @@ use pyo3::types::PyBytes;
 
 use crate::device::{CudaCache, CudaDevice, direction, piece};
 use crate::errors::NativeError;
-use crate::gate::{Owned, enter};
+use crate::gate::{Owned, enter, lock};
 use crate::layer_copy::{Piece as Given, outside, place};
 use crate::memory::{Keep, LENT, MemoryObj};
 use crate::rope;
@@ -300,7 +300,7 @@ impl Bounced {
 
     /// What is in it, once the copies are done.
     fn bytes(&self) -> Vec<u8> {
-        let mut chunk = self.chunk.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut chunk = lock(&self.chunk);
         chunk.bytes_mut().to_vec()
     }
 }

@@ -12,7 +12,7 @@ use pyo3::prelude::*;
 use crate::background::NOT_ENDED;
 use crate::device::CudaCache;
 use crate::errors::NativeError;
-use crate::gate::{Owned, enter};
+use crate::gate::{Owned, enter, lock};
 use crate::memory::LocalCpu;
 use crate::transfer::{Place, loaded, stored};
 
@@ -28,7 +28,7 @@ struct Landing {
 
 impl Landing {
     fn land(&self, outcome: Result<Vec<usize>, CudaError>) {
-        let mut landed = self.outcome.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut landed = lock(&self.outcome);
         *landed = Some(outcome);
         drop(landed);
         self.landed.notify_all();
@@ -137,8 +137,7 @@ impl CudaTransfer {
     /// Whether it has ended: its blocks are the engine's again.
     fn is_done(&self) -> PyResult<bool> {
         let landing = self.0.get()?;
-        let outcome = landing.outcome.lock();
-        Ok(outcome.unwrap_or_else(PoisonError::into_inner).is_some())
+        Ok(lock(&landing.outcome).is_some())
     }
 
     /// Returns once it has ended, or after `timeout_ms`; whether it has.
@@ -147,10 +146,7 @@ impl CudaTransfer {
         let landing = self.0.get()?;
         enter(py, || {
             let until = timeout_ms.map(|timeout| Instant::now() + Duration::from_millis(timeout));
-            let mut outcome = landing
-                .outcome
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner);
+            let mut outcome = lock(&landing.outcome);
             while outcome.is_none() {
                 let left = until.map(|until| until.saturating_duration_since(Instant::now()));
                 if left == Some(Duration::ZERO) {
@@ -167,10 +163,7 @@ impl CudaTransfer {
     /// What it did: `(chunks, tokens, bytes, refused_chunks)` of a store, `(end, tokens, bytes)` of a load.
     fn outcome(&self) -> PyResult<Vec<usize>> {
         let landing = self.0.get()?;
-        let outcome = landing
-            .outcome
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
+        let outcome = lock(&landing.outcome);
         match &*outcome {
             Some(Ok(numbers)) => Ok(numbers.clone()),
             Some(Err(fault)) => Err(NativeError::Cuda(fault.clone()).into()),

@@ -2,7 +2,9 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use lmcache_transfer::background::panic_text;
 use lmcache_transfer::cuda::kernels::{KERNEL_BUILD, image_bytes};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -59,6 +61,12 @@ pub(crate) fn enter<T: Send, E: Into<NativeError> + Send>(
     py.detach(|| caught(work)).map_err(PyErr::from)
 }
 
+/// A panic of another holder leaves nothing half-done: a job that misses a layer is not published, and all else that
+/// is locked here is whole at any moment.
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 /// Runs `work`; a panic in it is an error like any other.
 ///
 /// PyO3 would make it an exception that `except Exception` lets through, into the engine's loop.
@@ -70,11 +78,7 @@ pub(crate) fn caught<T, E: Into<NativeError>>(
     // back as they are dropped. Anything else that `work` borrows is only read by it, or its own.
     match catch_unwind(AssertUnwindSafe(work)) {
         Ok(outcome) => outcome.map_err(Into::into),
-        Err(panic) => {
-            let text = panic.downcast_ref::<String>().map(String::as_str);
-            let text = text.or_else(|| panic.downcast_ref::<&str>().copied());
-            Err(NativeError::Panicked(text.unwrap_or("no text").into()))
-        }
+        Err(panic) => Err(NativeError::Panicked(panic_text(&*panic))),
     }
 }
 

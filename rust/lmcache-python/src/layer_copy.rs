@@ -1,7 +1,7 @@
 //! One layer at a time: planned copies of it, and the buffer it is staged in.
 
 use std::ops::Range;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use lmcache_transfer::layer_copy;
 use pyo3::buffer::PyBuffer;
@@ -10,7 +10,7 @@ use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
 use crate::errors::NativeError;
-use crate::gate::{Owned, enter};
+use crate::gate::{Owned, enter, lock};
 use crate::memory::{MemoryObj, Source};
 use crate::rope::RopeShift;
 use crate::transfer::{PagedCache, int64s, spans};
@@ -187,7 +187,7 @@ impl LayerBuffer {
 impl LayerBuffer {
     fn lend(&self) -> PyResult<Staged> {
         let home = Arc::clone(self.home.get()?);
-        let memory = home.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let memory = lock(&home).take();
         let memory = memory.ok_or(NativeError::Spent(
             "this buffer is in use by another call; give each pipeline buffers of its own",
         ))?;
@@ -227,7 +227,7 @@ impl Staged {
 impl Drop for Staged {
     fn drop(&mut self) {
         let memory = std::mem::take(&mut self.memory);
-        *self.home.lock().unwrap_or_else(PoisonError::into_inner) = Some(memory);
+        *lock(&self.home) = Some(memory);
     }
 }
 

@@ -1,6 +1,6 @@
 //! A step's loads and saves, a layer at a time: one call a layer for all of its requests.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use lmcache_memory::local_cpu;
 use lmcache_transfer::host;
@@ -9,7 +9,7 @@ use lmcache_transfer::pipeline::{self, Loads};
 use pyo3::prelude::*;
 
 use crate::errors::NativeError;
-use crate::gate::{Owned, enter};
+use crate::gate::{Owned, enter, lock};
 use crate::memory::LocalCpu;
 use crate::transfer::{PagedCache, Place, loaded, require_layer, stored};
 
@@ -237,9 +237,4 @@ impl LayerwiseStep {
             Ok::<_, NativeError>(())
         })
     }
-}
-
-/// A panic while a lock was held left a job in the list that misses a layer: it is not published.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

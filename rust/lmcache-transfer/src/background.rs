@@ -246,7 +246,7 @@ impl Shared {
         let pay = pay.as_ref().map(|pay| pay as &dyn Fn(usize));
         // Unwind safety: what was not committed was never visible, and goes back as the work is dropped.
         let outcome = catch_unwind(AssertUnwindSafe(|| work.carry_out(pay)));
-        ticket.end(outcome.map_err(|panic| text_of(&*panic)));
+        ticket.end(outcome.map_err(|panic| panic_text(&*panic)));
         let mut line = lock(&self.line);
         let is_other = |other: &Arc<Ticket>| !Arc::ptr_eq(other, ticket);
         line.awaited.retain(is_other);
@@ -254,7 +254,8 @@ impl Shared {
     }
 }
 
-fn text_of(panic: &(dyn Any + Send)) -> String {
+/// What a panic said.
+pub fn panic_text(panic: &(dyn Any + Send)) -> String {
     let text = panic.downcast_ref::<String>().map(String::as_str);
     let text = text.or_else(|| panic.downcast_ref::<&str>().copied());
     text.unwrap_or("no text").into()
@@ -341,7 +342,7 @@ impl Ticket {
         let is_ours = work.is_some();
         if let Some(work) = work {
             let outcome = catch_unwind(AssertUnwindSafe(|| work.call_off()));
-            self.end(outcome.map_err(|panic| text_of(&*panic)));
+            self.end(outcome.map_err(|panic| panic_text(&*panic)));
         }
         is_ours
     }

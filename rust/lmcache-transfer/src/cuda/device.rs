@@ -3,7 +3,7 @@
 use std::any::Any;
 use std::collections::BTreeMap;
 use std::path::Path;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
 
 use lmcache_memory::mapped::Mapped;
@@ -17,6 +17,7 @@ use crate::cuda::flights::Flights;
 use crate::cuda::handles::{PageLock, StreamId};
 use crate::cuda::kernels::{self, Direction};
 use crate::cuda::planted;
+use crate::pipeline::lock;
 
 /// What the start of a GPU may spend on learning what copies cost there; once for a GPU and driver.
 const LEARNING: Duration = Duration::from_secs(1);
@@ -66,10 +67,6 @@ pub struct Device {
     counts: Mutex<BTreeMap<&'static str, u64>>,
     /// What the operator should read once, and has not been given yet.
     notices: Mutex<Vec<String>>,
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Device {
