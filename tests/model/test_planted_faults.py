@@ -7,12 +7,10 @@ forgotten, in one line; the product has no switch for any of them.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-from judge import Violation
-from schedules import Schedule
+from planted import PlantedFaults
 from settings import GOES_LAYER_BY_LAYER
 from world import BLOCK, CHUNK
 
@@ -24,19 +22,8 @@ from lmcache_rs.vllm_v1.metadata import LMCacheConnectorMetadata
 from lmcache_rs.vllm_v1.scheduler import LMCacheSchedulerHalf
 from lmcache_rs.vllm_v1.worker import LMCacheWorkerHalf
 
-MOST_SCHEDULES = 3000
-Plant = Callable[[pytest.MonkeyPatch], None]
-FAULTS: dict[str, tuple[Plant, tuple[str, ...]]] = {}
-
-
-def fault(*rules: str) -> Callable[[Plant], Plant]:
-    """Registers a fault under its name, with the rules one of which must break first."""
-
-    def register(plant: Plant) -> Plant:
-        FAULTS[plant.__name__] = plant, rules
-        return plant
-
-    return register
+FAULTS = PlantedFaults()
+fault = FAULTS.fault
 
 
 # --- lookups and leases -------------------------------------------------------------------------
@@ -392,22 +379,6 @@ if GOES_LAYER_BY_LAYER:
 # --- the search ---------------------------------------------------------------------------------
 
 
-def first_violation() -> tuple[int, Violation] | None:
-    """The first schedule that breaks a rule, and the rule."""
-    for seed in range(MOST_SCHEDULES):
-        try:
-            Schedule(seed).run()
-        except Violation as violation:
-            return seed, violation
-    return None
-
-
 @pytest.mark.parametrize("name", FAULTS)
 def test_the_search_finds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant, rules = FAULTS[name]
-    plant(monkeypatch)
-    found = first_violation()
-    assert found is not None, f"{MOST_SCHEDULES} schedules did not see it"
-    seed, violation = found
-    print(f"schedule {seed}: {violation}")
-    assert str(violation).startswith(rules)
+    FAULTS.require_found(name, monkeypatch)

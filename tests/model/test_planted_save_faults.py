@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-from test_planted_faults import MOST_SCHEDULES, first_violation
+from planted import PlantedFaults
 
 from lmcache_rs.vllm_v1 import compat
 from lmcache_rs.vllm_v1.connector import LMCacheConnectorV1Dynamic
@@ -17,18 +16,8 @@ OVERWRITTEN = "a stored chunk holds the KV of its prefix"
 GIVEN_AWAY = "no block is free while a copy reads it"
 STRAY = "only requests that vLLM waits for are named as sent"
 FORGOTTEN = "requests that vLLM waits for are named as sent"
-Plant = Callable[[pytest.MonkeyPatch], None]
-FAULTS: dict[str, tuple[Plant, tuple[str, ...]]] = {}
-
-
-def fault(*rules: str) -> Callable[[Plant], Plant]:
-    """Registers a fault under its name, with the rules one of which must break first."""
-
-    def register(plant: Plant) -> Plant:
-        FAULTS[plant.__name__] = plant, rules
-        return plant
-
-    return register
+FAULTS = PlantedFaults()
+fault = FAULTS.fault
 
 
 @fault(OVERWRITTEN, GIVEN_AWAY, FORGOTTEN)
@@ -135,10 +124,4 @@ def who_is_waited_for_is_told_only_with_other_work(plant: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_the_search_finds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant, rules = FAULTS[name]
-    plant(monkeypatch)
-    found = first_violation()
-    assert found is not None, f"{MOST_SCHEDULES} schedules did not see it"
-    seed, violation = found
-    print(f"schedule {seed}: {violation}")
-    assert str(violation).startswith(rules)
+    FAULTS.require_found(name, monkeypatch)
