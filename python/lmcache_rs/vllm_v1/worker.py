@@ -48,8 +48,28 @@ CLOSE_DEADLINE_S = 4.0
 """Seconds that a shutdown waits for puts into lower tiers: vLLM kills a worker that takes five."""
 
 
+NO_MEMORY = dict.fromkeys(
+    (
+        "capacity_bytes",
+        "free_bytes",
+        "cached_bytes",
+        "reserved_bytes",
+        "leased_bytes",
+        "leases",
+        "chunks",
+        "evicted_chunks",
+    ),
+    0,
+)
+"""The books of a rank that keeps nothing."""
+
+
 class PoolTooSmallError(ValueError):
     """The pool does not hold one chunk of this model."""
+
+
+class UnreadOwnerError(RuntimeError):
+    """Another rank's memory cannot be read, and the settings want that to be a stop."""
 
 
 class LMCacheWorkerHalf:
@@ -63,6 +83,9 @@ class LMCacheWorkerHalf:
             itself, and no socket is opened.
         faults: Where faults of ours are noted.
         rank: Which of the engine's workers this is.
+        owner: Which of them keeps what this one loads: itself, or another on this host, whose
+            memory it reads; then it keeps nothing.
+        num_readers: Other workers that read what this one keeps.
         fails_whole_loads: Whether an asynchronous load that ends early is of no use at all, as the
             engine keeps no block that lies behind a window.
     """
@@ -76,8 +99,19 @@ class LMCacheWorkerHalf:
         in_scheduler_process: bool,
         faults: Faults,
         rank: lookup.Rank = ONLY_RANK,
+        owner: lookup.Rank | None = None,
+        num_readers: int = 0,
         fails_whole_loads: bool = False,
     ) -> None:
+        self._owner = None if owner == rank else owner
+        if self._owner is not None:
+            why = f"left to rank {self._owner}"
+            config = config.with_values(
+                why, local_cpu=False, max_local_disk_size=0.0, storage_backends={}
+            )
+        self._num_readers = num_readers
+        # Why the owner's memory cannot be read, if so.
+        self._unread: Exception | None = None
         self._config = config
         self._metadata = metadata
         self._engine_start = engine_start
@@ -159,7 +193,9 @@ class LMCacheWorkerHalf:
         # As both halves know it from the engine's declaration: it is part of every key.
         by_token = self._metadata.stored_form == MemoryFormat.KV_MLA_FMT.name
         layout: Layout = "mla" if by_token else "opaque"
-        engine = LMCacheEngine(self._config, self._metadata, layout=layout)
+        engine = LMCacheEngine(
+            self._config, self._metadata, layout=layout, num_readers=self._num_readers
+        )
         try:
             engine.register_kv_caches(tensors, block_tokens=self._block_tokens)
             if engine.local_cpu is not None:
@@ -168,8 +204,9 @@ class LMCacheWorkerHalf:
                 else:
                     path = lookup.lookup_socket_path(self._lookup_id, self.rank)
                     secret = lookup.lookup_secret(self._lookup_id)
+                    readers = lookup.reader_secret(self._lookup_id) if self._num_readers else ""
                     self._server = _native.LookupServer(
-                        path, engine.local_cpu, secret, self._names.fields
+                        path, engine.local_cpu, secret, self._names.fields, readers
                     )
         except BaseException:
             engine.close()
@@ -181,6 +218,33 @@ class LMCacheWorkerHalf:
             raise RuntimeError("local_cpu is false, and there is no tier below host memory")
         self._layers = {name: layer for layer, name in enumerate(layer_names)}
         self._saves.has_windows = has_windows
+
+    def _read_from(self, owner: lookup.Rank, owner_id: str) -> None:
+        """Maps the memory of the rank that keeps what this one loads.
+
+        The scheduler half learns of it, or of no such rank: then nothing is ever promised.
+        """
+        if self._engine is None or self._engine.reads_from is not None or self._unread is not None:
+            return
+        try:
+            path = lookup.lookup_socket_path(owner_id, owner)
+            secret = lookup.reader_secret(owner_id)
+            deadline_ms = self._config.lookup_timeout_ms
+            self._engine.reads_from = _native.RegionReader(path, secret, deadline_ms)
+        except Exception as error:
+            self._unread = error
+            self._faults.note("map_owner", error)
+            compat.logger.error(
+                "lmcache_rs: THE ENGINE SERVES WITHOUT A CACHE: rank %s cannot read the memory of "
+                "rank %s: %s. `strict: true` makes this a stop.",
+                self.rank,
+                owner,
+                error,
+            )
+            if self._config.strict:
+                raise UnreadOwnerError(
+                    f"rank {self.rank} cannot read the memory of rank {owner}: {error}"
+                ) from error
 
     def _add_tiers(self, engine: LMCacheEngine) -> None:
         if not self._config.wants_lower_tiers:
@@ -270,6 +334,8 @@ class LMCacheWorkerHalf:
             self.fail_loads(metadata)
             return
         self._is_known = metadata.lookup_ids.get(self.rank) == self._lookup_id
+        if self._owner is not None and self._owner in metadata.lookup_ids:
+            self._read_from(self._owner, metadata.lookup_ids[self._owner])
         if self._prefetches is not None and metadata.prefetches is not None:
             self._prefetches.follow(metadata.prefetches)
         self._failed_block_ids |= metadata.unloadable_block_ids
@@ -317,8 +383,10 @@ class LMCacheWorkerHalf:
         hashes = req.hashes[: end // self._config.chunk_size * HASH_BYTES]
         if self._engine is None or not self._engine.is_healthy() or not hashes:
             return None
+        # The owner puts its own place into the name.
+        name = self._names.of(req.namespace) if self._owner is None else req.namespace
         return self._engine.begin_load_chunks(
-            req.req_id, self._names.of(req.namespace), hashes, req.block_ids, skip=skip
+            req.req_id, name, hashes, req.block_ids, skip=skip
         )
 
     def take_finished_loads(self) -> tuple[set[str], set[str]]:
@@ -376,7 +444,9 @@ class LMCacheWorkerHalf:
             if at < len(req.hashes):
                 failed_hash = req.hashes[at : at + HASH_BYTES]
                 self._engine.local_cpu.remove(self._names.of(req.namespace), failed_hash)
-            self._engine.local_cpu.release(req.req_id)
+            if not self._num_readers:
+                # What the others have not read yet ends with the request, or its deadline.
+                self._engine.local_cpu.release(req.req_id)
         compat.logger.warning(
             "lmcache_rs: load of request %s ended at token %d of %d; %d blocks reported as failed",
             req.req_id,
@@ -532,7 +602,10 @@ class LMCacheWorkerHalf:
         """What was stored and loaded since the last call, by request."""
         saves_ended = self._saves.take_ended_step()
         outcomes, self._outcomes = self._outcomes, {}
-        lookup_ids = {} if self._is_known or self._engine is None else {self.rank: self._lookup_id}
+        is_ready = self._engine is not None and (
+            self._owner is None or self._engine.reads_from is not None
+        )
+        lookup_ids = {self.rank: self._lookup_id} if is_ready and not self._is_known else {}
         prefetched = set() if self._prefetches is None else self._prefetches.take_done()
         is_news = outcomes or lookup_ids or self._failures or prefetched
         if not is_news and saves_ended is None:
@@ -598,7 +671,7 @@ class LMCacheWorkerHalf:
     def memory_stats(self) -> Mapping[str, int]:
         """The books of the pool, walked entry by entry."""
         if self._engine is None or self._engine.local_cpu is None:
-            return {}
+            return {} if self._owner is None else NO_MEMORY
         return self._engine.local_cpu.audit()
 
     def shutdown(self) -> None:
