@@ -481,7 +481,10 @@ mod tests {
         let foreign = Arc::new(foreign);
         let len = 2 * PAGE_BYTES as u64;
         for (offset, len) in [(0, len + 1), (len, 1), (u64::MAX, 2), (1, u64::MAX)] {
-            assert!(foreign.chunk(Place { offset, len }).is_none(), "{offset} {len}");
+            assert!(
+                foreign.chunk(Place { offset, len }).is_none(),
+                "{offset} {len}"
+            );
         }
         assert!(foreign.chunk(Place { offset: 0, len }).is_some());
     }

@@ -35,11 +35,7 @@ pub(crate) struct Conversation<'a> {
 }
 
 impl<'a> Conversation<'a> {
-    pub(crate) fn new(
-        index: &'a Arc<dyn LookupIndex>,
-        counters: &'a Counters,
-        role: Role,
-    ) -> Self {
+    pub(crate) fn new(index: &'a Arc<dyn LookupIndex>, counters: &'a Counters, role: Role) -> Self {
         Self {
             index,
             counters,
@@ -193,4 +189,3 @@ fn answered(message_id: u64, found: LookupAnswer) -> Answer {
         lease_ms: found.lease_ms,
     }
 }
-

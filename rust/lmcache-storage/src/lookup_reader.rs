@@ -19,9 +19,7 @@ use lmcache_memory::error::MemoryError;
 use lmcache_memory::mapped::Keeper;
 use lmcache_memory::region::{ForeignChunk, ForeignRegion};
 use rustix::io::Errno;
-use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendFlags, recvmsg, send,
-};
+use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendFlags, recvmsg, send};
 use thiserror::Error;
 
 use crate::lookup_client::{Peer, connect_at_once};

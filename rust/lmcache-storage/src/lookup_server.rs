@@ -37,8 +37,8 @@ use tokio::task::{self, JoinHandle};
 use tokio::time;
 
 pub use crate::error::LookupServerError;
-use crate::socket_file::SocketFile;
 use crate::lookup_conversation::{Conversation, Reply, Role};
+use crate::socket_file::SocketFile;
 use crate::wire::{self, Status};
 use crate::zmtp::{self, Frame, GREETING_BYTES, ZmtpError};
 
@@ -579,10 +579,7 @@ impl Service {
     }
 
     /// Exchanges greetings and READY; gives the bytes that came after them, and who the peer is.
-    async fn handshake(
-        &self,
-        stream: &mut UnixStream,
-    ) -> Result<(Vec<u8>, Role), ConnectionError> {
+    async fn handshake(&self, stream: &mut UnixStream) -> Result<(Vec<u8>, Role), ConnectionError> {
         stream.write_all(&zmtp::greeting()).await?;
         let mut greeting = [0; GREETING_BYTES];
         stream.read_exact(&mut greeting).await?;

@@ -295,9 +295,8 @@ pub fn decode_places(message: &[u8]) -> Result<(u64, Vec<Place>), WireError> {
         return Err(WireError::ForeignVersion { found: version });
     }
     let packed = reader.binary().filter(|_| reader.is_at_end());
-    let packed = packed.filter(|packed| {
-        num_fields == PLACES_FIELDS && packed.len().is_multiple_of(PLACE_BYTES)
-    });
+    let packed = packed
+        .filter(|packed| num_fields == PLACES_FIELDS && packed.len().is_multiple_of(PLACE_BYTES));
     let (numbers, _) = packed.ok_or(malformed)?.as_chunks::<8>();
     let places = numbers.chunks_exact(2).map(|pair| Place {
         offset: u64::from_be_bytes(pair[0]),

@@ -118,7 +118,13 @@ macro_rules! layers {
 layers!(ChunkMut, &mut Self, "Gathers", gather, ChunkMut::bytes_mut);
 layers!(&mut [u8], &mut Self, "Gathers", gather, |chunk| chunk);
 layers!(MemoryObj, &Self, "Scatters", scatter, MemoryObj::bytes);
-layers!(ForeignChunk, &Self, "Scatters", scatter, ForeignChunk::bytes);
+layers!(
+    ForeignChunk,
+    &Self,
+    "Scatters",
+    scatter,
+    ForeignChunk::bytes
+);
 layers!(&[u8], &Self, "Scatters", scatter, |chunk| chunk);
 
 impl<C> CopyJob<C> {

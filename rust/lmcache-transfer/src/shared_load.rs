@@ -48,7 +48,8 @@ impl SharedLoad {
         };
         // In case that all of them are there; of the last one all is counted.
         let first = skip / chunks.chunk_size;
-        let bytes = (first..chunks.hashes.len()).map(|chunk| chunk_bytes(form, chunks.tokens_in(chunk)));
+        let bytes =
+            (first..chunks.hashes.len()).map(|chunk| chunk_bytes(form, chunks.tokens_in(chunk)));
         let bytes = bytes.sum::<Result<usize, _>>()?;
         Ok(Self {
             keeper,
@@ -193,7 +194,12 @@ mod tests {
     }
 
     impl Keeper for Double {
-        fn hold(&self, lookup_id: &str, namespace: &str, hashes: &[ChunkHash]) -> Vec<ForeignChunk> {
+        fn hold(
+            &self,
+            lookup_id: &str,
+            namespace: &str,
+            hashes: &[ChunkHash],
+        ) -> Vec<ForeignChunk> {
             let found = self.cpu.take_part(hashes, lookup_id, namespace);
             let chunk = |object: &MemoryObj| self.region.chunk(object.place()).expect("within");
             let chunks = found.iter().map(chunk).collect();
@@ -261,7 +267,9 @@ mod tests {
         let untouched = Engine::new(0x5a);
         for layer in 0..LAYERS {
             for (at, (&from, &to)) in FROM.iter().zip(&TO).enumerate() {
-                let block = |engine: &Engine, id: u32| engine.layer(layer)[id as usize * 20..][..20].to_vec();
+                let block = |engine: &Engine, id: u32| {
+                    engine.layer(layer)[id as usize * 20..][..20].to_vec()
+                };
                 let wanted = match at * BLOCK < skip {
                     true => block(&untouched, to),
                     false => block(&owner, from),
@@ -313,7 +321,10 @@ mod tests {
         let reader = Engine::new(1);
         let chunk = keeper.cpu.allocate(&[77]).expect("room").remove(0);
         keeper.cpu.put("ns", hashes[0], chunk).expect("its own");
-        assert_eq!(load(&keeper, &reader, &hashes, &TO[..4], 0), Loaded::default());
+        assert_eq!(
+            load(&keeper, &reader, &hashes, &TO[..4], 0),
+            Loaded::default()
+        );
         assert_idle(&keeper.cpu);
     }
 

@@ -267,8 +267,16 @@ fn a_part_of_a_chain_is_taken_out_of_its_lease_even_when_it_is_found_no_more() {
     let part = cpu.take_part(&chain[2..], "r", "ns");
     let firsts: Vec<u8> = part.iter().map(|object| object.bytes()[0]).collect();
     assert_eq!(firsts, [3, 4]);
-    assert_eq!(cpu.take_part(&hashes([9]), "r", "ns").len(), 0, "no part of it");
-    assert_eq!(cpu.take("r", "ns", &chain).len(), 0, "both shares are taken");
+    assert_eq!(
+        cpu.take_part(&hashes([9]), "r", "ns").len(),
+        0,
+        "no part of it"
+    );
+    assert_eq!(
+        cpu.take("r", "ns", &chain).len(),
+        0,
+        "both shares are taken"
+    );
     drop(part);
     assert_books_balance(&cpu);
 }
