@@ -72,9 +72,7 @@ class SharedPool(RuleBasedStateMachine):
         super().__init__()
         self.folder = pathlib.Path(tempfile.mkdtemp(prefix="lmc-"))
         self.folder.chmod(0o700)
-        self.pool = _native.LocalCpu(
-            POOL_CHUNKS * CHUNK_BYTES, LEASE_MS, num_readers=NUM_READERS
-        )
+        self.pool = _native.LocalCpu(POOL_CHUNKS * CHUNK_BYTES, LEASE_MS, num_readers=NUM_READERS)
         self.ranks = [Rank() for _ in range(1 + NUM_READERS)]
         self.serve()
         self.connections: list[_native.RegionReader | None] = [

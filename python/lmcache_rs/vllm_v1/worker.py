@@ -385,9 +385,7 @@ class LMCacheWorkerHalf:
             return None
         # The owner puts its own place into the name.
         name = self._names.of(req.namespace) if self._owner is None else req.namespace
-        return self._engine.begin_load_chunks(
-            req.req_id, name, hashes, req.block_ids, skip=skip
-        )
+        return self._engine.begin_load_chunks(req.req_id, name, hashes, req.block_ids, skip=skip)
 
     def take_finished_loads(self) -> tuple[set[str], set[str]]:
         """Requests whose loads are over, and those of them that have nothing of theirs.
