@@ -18,7 +18,8 @@ from lmcache_rs.lookup import Rank
 from lmcache_rs.vllm_v1 import compat
 from lmcache_rs.vllm_v1.faults import Faults
 from lmcache_rs.vllm_v1.metadata import LMCacheConnectorMetadata
-from lmcache_rs.vllm_v1.worker import LMCacheWorkerHalf, UnreadOwnerError
+from lmcache_rs.vllm_v1.owners_memory import UnreadOwnerError
+from lmcache_rs.vllm_v1.worker import LMCacheWorkerHalf
 
 __all__ = ["mode", "runtime"]
 

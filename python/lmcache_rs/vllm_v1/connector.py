@@ -29,7 +29,7 @@ from lmcache_rs.vllm_v1.metadata import (
     ReqMeta,
 )
 from lmcache_rs.vllm_v1.metrics import LMCachePromMetrics, LMCacheStats
-from lmcache_rs.vllm_v1.worker import UnreadOwnerError
+from lmcache_rs.vllm_v1.owners_memory import UnreadOwnerError
 
 if TYPE_CHECKING:
     import torch

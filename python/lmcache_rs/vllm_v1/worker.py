@@ -32,6 +32,7 @@ from lmcache_rs.vllm_v1.metadata import (
     RequestOutcome,
     failed_blocks,
 )
+from lmcache_rs.vllm_v1.owners_memory import NO_MEMORY, OwnersMemory
 from lmcache_rs.vllm_v1.prefetches import RunningPrefetches
 from lmcache_rs.vllm_v1.ranks import RankNames
 from lmcache_rs.vllm_v1.saves import BackgroundSaves
@@ -48,28 +49,8 @@ CLOSE_DEADLINE_S = 4.0
 """Seconds that a shutdown waits for puts into lower tiers: vLLM kills a worker that takes five."""
 
 
-NO_MEMORY = dict.fromkeys(
-    (
-        "capacity_bytes",
-        "free_bytes",
-        "cached_bytes",
-        "reserved_bytes",
-        "leased_bytes",
-        "leases",
-        "chunks",
-        "evicted_chunks",
-    ),
-    0,
-)
-"""The books of a rank that keeps nothing."""
-
-
 class PoolTooSmallError(ValueError):
     """The pool does not hold one chunk of this model."""
-
-
-class UnreadOwnerError(RuntimeError):
-    """Another rank's memory cannot be read, and the settings want that to be a stop."""
 
 
 class LMCacheWorkerHalf:
@@ -103,15 +84,12 @@ class LMCacheWorkerHalf:
         num_readers: int = 0,
         fails_whole_loads: bool = False,
     ) -> None:
-        self._owner = None if owner == rank else owner
-        if self._owner is not None:
-            why = f"left to rank {self._owner}"
-            config = config.with_values(
-                why, local_cpu=False, max_local_disk_size=0.0, storage_backends={}
-            )
+        # There where another rank keeps what this one loads.
+        self._owners: OwnersMemory | None = None
+        if owner is not None and owner != rank:
+            self._owners = OwnersMemory(owner, rank, config, faults)
+            config = OwnersMemory.without_store(config, owner)
         self._num_readers = num_readers
-        # Why the owner's memory cannot be read, if so.
-        self._unread: Exception | None = None
         self._config = config
         self._metadata = metadata
         self._engine_start = engine_start
@@ -219,33 +197,6 @@ class LMCacheWorkerHalf:
         self._layers = {name: layer for layer, name in enumerate(layer_names)}
         self._saves.has_windows = has_windows
 
-    def _read_from(self, owner: lookup.Rank, owner_id: str) -> None:
-        """Maps the memory of the rank that keeps what this one loads.
-
-        The scheduler half learns of it, or of no such rank: then nothing is ever promised.
-        """
-        if self._engine is None or self._engine.reads_from is not None or self._unread is not None:
-            return
-        try:
-            path = lookup.lookup_socket_path(owner_id, owner)
-            secret = lookup.reader_secret(owner_id)
-            deadline_ms = self._config.lookup_timeout_ms
-            self._engine.reads_from = _native.RegionReader(path, secret, deadline_ms)
-        except Exception as error:
-            self._unread = error
-            self._faults.note("map_owner", error)
-            compat.logger.error(
-                "lmcache_rs: THE ENGINE SERVES WITHOUT A CACHE: rank %s cannot read the memory of "
-                "rank %s: %s. `strict: true` makes this a stop.",
-                self.rank,
-                owner,
-                error,
-            )
-            if self._config.strict:
-                raise UnreadOwnerError(
-                    f"rank {self.rank} cannot read the memory of rank {owner}: {error}"
-                ) from error
-
     def _add_tiers(self, engine: LMCacheEngine) -> None:
         if not self._config.wants_lower_tiers:
             return
@@ -334,8 +285,8 @@ class LMCacheWorkerHalf:
             self.fail_loads(metadata)
             return
         self._is_known = metadata.lookup_ids.get(self.rank) == self._lookup_id
-        if self._owner is not None and self._owner in metadata.lookup_ids:
-            self._read_from(self._owner, metadata.lookup_ids[self._owner])
+        if self._owners is not None and self._engine is not None:
+            self._engine.reads_from = self._owners.find(metadata.lookup_ids)
         if self._prefetches is not None and metadata.prefetches is not None:
             self._prefetches.follow(metadata.prefetches)
         self._failed_block_ids |= metadata.unloadable_block_ids
@@ -384,7 +335,7 @@ class LMCacheWorkerHalf:
         if self._engine is None or not self._engine.is_healthy() or not hashes:
             return None
         # The owner puts its own place into the name.
-        name = self._names.of(req.namespace) if self._owner is None else req.namespace
+        name = self._names.of(req.namespace) if self._owners is None else req.namespace
         return self._engine.begin_load_chunks(req.req_id, name, hashes, req.block_ids, skip=skip)
 
     def take_finished_loads(self) -> tuple[set[str], set[str]]:
@@ -601,7 +552,7 @@ class LMCacheWorkerHalf:
         saves_ended = self._saves.take_ended_step()
         outcomes, self._outcomes = self._outcomes, {}
         is_ready = self._engine is not None and (
-            self._owner is None or self._engine.reads_from is not None
+            self._owners is None or self._owners.reader is not None
         )
         lookup_ids = {self.rank: self._lookup_id} if is_ready and not self._is_known else {}
         prefetched = set() if self._prefetches is None else self._prefetches.take_done()
@@ -669,7 +620,7 @@ class LMCacheWorkerHalf:
     def memory_stats(self) -> Mapping[str, int]:
         """The books of the pool, walked entry by entry."""
         if self._engine is None or self._engine.local_cpu is None:
-            return {} if self._owner is None else NO_MEMORY
+            return {} if self._owners is None else NO_MEMORY
         return self._engine.local_cpu.audit()
 
     def shutdown(self) -> None:

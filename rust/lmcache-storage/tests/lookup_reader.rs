@@ -237,6 +237,8 @@ fn readers_and_clients_ask_only_what_is_theirs_and_do_not_end_each_other() {
     }
     assert_eq!(answers(&mut readers, wire::encode_ping(4)), Status::Ok);
     assert_eq!(room.cpu.audit().num_leases, 1, "the client's stands");
+    let still = answers(&mut clients, wire::encode_ping(5));
+    assert_eq!(still, Status::Ok, "its connection, too");
     assert_eq!(
         reader.hold("r", "ns", &hashes(1..=4)).len(),
         4,
