@@ -124,6 +124,7 @@ def test_what_a_rank_has_yet_to_read_is_not_evicted(engine: FirstRanks) -> None:
     assert pool is not None
 
     def fill() -> None:
+        engine.between = lambda: None
         # More than there is room for, twice: what nobody holds goes.
         for part in range(2):
             lens = [CHUNK_BYTES] * (engine.pool_chunks - 4)
@@ -138,7 +139,6 @@ def test_what_a_rank_has_yet_to_read_is_not_evicted(engine: FirstRanks) -> None:
     assert found == 4 * CHUNK
     engine.grant(request, found)
     engine.step({})
-    engine.between = lambda: None
     while engine.arrived.get(request.request_id) != set(RANKS):
         engine.take_loads()
         assert engine.failed_loads == set()
