@@ -77,8 +77,8 @@ def serve(pipe: Any, spec: EngineSpec, environment: dict[str, str], log: str) ->
 
 
 def _fork_beneath(pipe: Any) -> None:
-    """Has vLLM fork its processes, as it does by default elsewhere: this one has imported vLLM, and on
-    CPU each process would import it again."""
+    """Has vLLM fork its processes, as it does by default elsewhere: this one has imported vLLM, and
+    on CPU each process would import it again."""
     from vllm.platforms.cpu import CpuPlatform
 
     as_given = CpuPlatform.check_and_update_config

@@ -83,7 +83,7 @@ def exercise(engine: Engine, baseline: Baseline, name: str, num_ranks: int) -> l
         for report in reports:
             assert report.probe["loads"] == report.probe["async_loads"] == len(prompts) - 1
     engine.cool()
-    # Alone: beside the prompt that it is a fork of it may come so late that vLLM has what they share.
+    # Alone: beside what it is a fork of it may come so late that vLLM has what they share.
     ask(engine, baseline, [fork], stored(fork))
     engine.cool()
     ask(engine, baseline, [Prompt(prompts[3].tokens[:97])], 64)
