@@ -27,11 +27,13 @@ __all__ = [
     "LookupServer",
     "MemoryObj",
     "PagedCache",
+    "RegionReader",
     "RopeShift",
     "Transfer",
     "TransferQueue",
     "begin_cuda_load",
     "begin_cuda_store",
+    "begin_shared_load",
     "build_info",
     "checksum",
     "chunk_aligned",
@@ -83,6 +85,19 @@ def begin_cuda_store(
     slots: Buffer | Sequence[int] | None = None,
     first: int = 0,
 ) -> CudaTransfer: ...
+def begin_shared_load(
+    queue: TransferQueue,
+    reader: RegionReader,
+    paged: PagedCache,
+    lookup_id: str,
+    namespace: str,
+    hashes: bytes,
+    *,
+    chunk_size: int,
+    num_tokens: int,
+    blocks: Sequence[int],
+    skip: int = 0,
+) -> Transfer: ...
 def build_info() -> dict[str, str | int]: ...
 def checksum(data: bytes) -> int: ...
 def chunk_aligned(num_false: int, chunk_size: int) -> int: ...
@@ -452,7 +467,9 @@ class LayerwiseStep:
 
 @final
 class LocalCpu:
-    def __new__(cls, capacity_bytes: int, lease_ms: int, policy: str = "LRU") -> LocalCpu: ...
+    def __new__(
+        cls, capacity_bytes: int, lease_ms: int, policy: str = "LRU", num_readers: int = 0
+    ) -> LocalCpu: ...
     @property
     def capacity_bytes(self) -> int: ...
     def allocate(self, lens: Sequence[int]) -> list[MemoryObj] | None: ...
@@ -531,6 +548,7 @@ class LookupServer:
         local_cpu: LocalCpu,
         secret: str = "",
         own_fields: Mapping[str, str] = ...,
+        reader_secret: str = "",
     ) -> LookupServer: ...
     def close(self) -> None: ...
     def stats(self) -> dict[str, int]: ...
@@ -589,6 +607,13 @@ class PagedCache:
     @property
     def num_layers(self) -> int: ...
     def chunk_bytes(self, num_tokens: int) -> int: ...
+
+@final
+class RegionReader:
+    def __new__(cls, path: str | PathLike[str], secret: str, deadline_ms: int) -> RegionReader: ...
+    @property
+    def capacity_bytes(self) -> int: ...
+    def close(self) -> None: ...
 
 @final
 class RopeShift:

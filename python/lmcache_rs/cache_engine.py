@@ -75,6 +75,8 @@ class LMCacheEngine:
         layout: What the axes of the KV tensors mean: `split` (`[2, blocks, block, heads, head]`,
             the default), another layout of addressable tokens, or `opaque` (whole blocks;
             `metadata.block_size` says how many tokens each). docs/layouts.md has all of them.
+        num_readers: Other processes that read the pool; each takes its share of what a lookup
+            leases.
 
     Tensors are registered when they are first given. The registration is tried on them: a few
     blocks are overwritten and restored, so nothing else may use the tensors during that call.
@@ -90,6 +92,7 @@ class LMCacheEngine:
         metadata: LMCacheMetadata,
         *,
         layout: Layout | None = None,
+        num_readers: int = 0,
     ) -> None:
         self.config = config
         self.metadata = metadata
@@ -106,10 +109,15 @@ class LMCacheEngine:
         self.page_locked_bytes = 0
         self._has_warned = False
         self._transfers = _native.TransferQueue()
+        # Another process's pool: loads begun in the background come from there instead.
+        self.reads_from: _native.RegionReader | None = None
         self.local_cpu: _native.LocalCpu | None = None
         if config.local_cpu:
             self.local_cpu = _native.LocalCpu(
-                config.max_local_cpu_bytes, config.lease_timeout_ms, config.cache_policy
+                config.max_local_cpu_bytes,
+                config.lease_timeout_ms,
+                config.cache_policy,
+                num_readers,
             )
 
     # --- what an engine developer calls -------------------------------------------------------
@@ -323,6 +331,8 @@ class LMCacheEngine:
         self._transfers.close()
         if storage_manager is not None:
             storage_manager.close(deadline_s)
+        if self.reads_from is not None:
+            self.reads_from.close()
         if self.local_cpu is not None:
             self.local_cpu.close()
 
@@ -471,10 +481,11 @@ class LMCacheEngine:
         if end is not None:
             hashes = hashes[: end // self.chunk_size * HASH_BYTES]
         ticket = None
-        if self.local_cpu is not None and not self._closed:
+        source = self.reads_from or self.local_cpu
+        if source is not None and not self._closed:
             ticket = registered.begin_load(
                 self._transfers,
-                self.local_cpu,
+                source,
                 lookup_id,
                 namespace,
                 hashes,

@@ -160,7 +160,7 @@ HONOURED: Mapping[str, Key] = {
             "float",
             5.0,
             "GB of 2^30 bytes",
-            "Host memory for chunks, for each worker process.",
+            "Host memory for chunks, for each worker process that keeps KV.",
             minimum=0,
             maximum=2**20,
         ),

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import vllm.platforms
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -52,6 +53,7 @@ def engine(spec: KVCacheSpec = DENSE, **parallel: int) -> tuple[Any, KVCacheConf
         (DENSE, {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}),
         (DENSE, {"data_parallel_size": 2}),
         (MLA, {"pipeline_parallel_size": 2}),
+        (MLA, {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}),
         (MLA, {"data_parallel_size": 2}),
     ],
 )
@@ -62,7 +64,6 @@ def test_ranks_of_one_host_are_served(spec: KVCacheSpec, parallel: dict[str, int
 @pytest.mark.parametrize(
     ("spec", "parallel", "named"),
     [
-        (MLA, {"tensor_parallel_size": 2}, "tensor_parallel_size is 2"),
         (DENSE, {"tensor_parallel_size": 4, "local_world_size": 2}, "2 of 4"),
         (DENSE, {"decode_context_parallel_size": 2}, "decode_context_parallel_size is 2"),
         (DENSE, {"prefill_context_parallel_size": 2}, "prefill_context_parallel_size is 2"),
@@ -100,6 +101,32 @@ def test_replicas_have_the_same_facts_and_ranks_others() -> None:
     assert places == [("4", "0"), ("4", "1"), ("4", "2"), ("4", "3")]
 
 
+def test_mla_on_a_gpu_is_not_served_under_tensor_parallelism_yet(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(vllm.platforms.current_platform, "is_cpu", lambda: False)
+    with pytest.raises(compat.UnsupportedEngineError, match="tensor_parallel_size is 2"):
+        compat.require_supported(*engine(MLA, tensor_parallel_size=2))
+    compat.require_supported(*engine(DENSE, tensor_parallel_size=2))
+
+
+def test_mla_is_kept_by_the_first_rank_of_each_stage_under_names_of_any_width() -> None:
+    config, kv_cache = engine(MLA, tensor_parallel_size=3, pipeline_parallel_size=2)
+    ranks = compat.ranks_of(config)
+    firsts = [rank for rank in ranks if rank.tp == 0]
+    assert compat.storing_ranks_of(config, kv_cache) == firsts
+    assert [compat.owner_of(kv_cache, rank) for rank in ranks] == [
+        first for first in firsts for _ in range(3)
+    ]
+    for width in (1, 3):
+        narrow, _ = engine(MLA, tensor_parallel_size=width, pipeline_parallel_size=2)
+        named = compat.metadata_of(narrow, kv_cache, Rank(0, 1, width - 1))
+        assert (named.world_size, named.worker_id) == (1, 0)
+    dense, of_dense = engine(DENSE, tensor_parallel_size=3)
+    assert compat.storing_ranks_of(dense, of_dense) == compat.ranks_of(dense)
+    assert compat.owner_of(of_dense, ranks[2]) == ranks[2]
+
+
 def test_pools_that_cannot_all_be_there_are_a_fault_however_well_each_would_fit() -> None:
     require_memory(8 * GIB, 2, 16 * GIB)
     require_memory(20 * GIB, 1, 16 * GIB)  # the pool itself says so, when it is made
@@ -110,7 +137,18 @@ def test_pools_that_cannot_all_be_there_are_a_fault_however_well_each_would_fit(
 
 
 def test_replicas_that_are_known_count_into_the_memory_of_the_host() -> None:
-    config, _ = engine(tensor_parallel_size=2, data_parallel_size_local=3)
-    assert compat.num_local_ranks(config) == 6
-    config, _ = engine(data_parallel_size_local=0)
-    assert compat.num_local_ranks(config) == 1
+    assert compat.num_local_pools(*engine(tensor_parallel_size=2, data_parallel_size_local=3)) == 6
+    assert compat.num_local_pools(*engine(data_parallel_size_local=0)) == 1
+    # Of MLA's ranks the first keeps a pool.
+    several = {"tensor_parallel_size": 4, "pipeline_parallel_size": 2}
+    assert compat.num_local_pools(*engine(MLA, **several)) == 2
+    assert compat.num_local_pools(*engine(DENSE, **several, local_world_size=4)) == 4
+
+
+@pytest.mark.parametrize(("number", "found"), [(None, 2), (0, 2), (1, 4), (2, 6)])
+def test_replicas_that_vllm_keeps_from_each_other_count_those_before_them(
+    number: Any, found: int
+) -> None:
+    """So where three pools of two ranks are too much for the host, the third replica has none."""
+    sizes = {"tensor_parallel_size": 2, "data_parallel_rank_local": number}
+    assert compat.num_local_pools(*engine(DENSE, **sizes)) == found

@@ -502,13 +502,15 @@ class ProbeWorker:
         worker._saves.wait()
         worker._saves.collect()
         assert worker._storage is None or worker._storage.flush(30.0)
-        assert worker.local_cpu is not None
-        worker.local_cpu.clear()
+        # A rank that reads another's has none.
+        if worker.local_cpu is not None:
+            worker.local_cpu.clear()
 
     def probe_keep_seen(self, path: str) -> None:
         """Writes what the engine was seen to store, for the probe of another engine."""
         _probe()._wait_for_copies()
-        torch.save(_probe().recorded, path)
+        if _probe()._manager._rank == 0:
+            torch.save(_probe().recorded, path)
 
     def probe_take_seen(self, path: str) -> None:
         _probe().recorded |= torch.load(path)

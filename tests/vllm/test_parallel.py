@@ -12,9 +12,10 @@ import os
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
-from checks import Baseline, Prompts, chunk_bytes, differences
+from checks import Baseline, Prompts, check, chunk_bytes, differences
 from harness import Engine, EngineSpec, Prompt, Report
 from server import Server
 from test_events import Names, Subscriber
@@ -37,6 +38,17 @@ PIPELINE = EngineSpec(
     max_num_batched_tokens=256,
     start_timeout_s=500.0,
 )
+# Every rank holds the same: one latent vector a token, of 3 layers of 512 + 64 numbers of 4 bytes.
+LATENT = EngineSpec(
+    layout="mp",
+    model="tiny-mla",
+    options=json.dumps({"tensor_parallel_size": 2}),
+    env=(CORES,),
+    block_size=16,
+    num_blocks=320,
+    prefix_caching=False,
+)
+LATENT_CHUNK_BYTES = CHUNK * 3 * 576 * 4
 soak = pytest.mark.skipif(not os.environ.get("KV_TEST_SOAK"), reason="long: `make soak` runs it")
 
 
@@ -52,7 +64,8 @@ def ask(engine: Engine, baseline: Baseline, prompts: list[Prompt], hit_tokens: i
     for report in reports:
         report.assert_no_faults()
         report.assert_bytes_right()
-    found = differences(reply.answers, baseline.ask(prompts, MAX_TOKENS))
+    wanted = baseline.ask(prompts, MAX_TOKENS, model=engine.spec.model)
+    found = differences(reply.answers, wanted)
     assert not found, "\n".join(found)
     return reports
 
@@ -164,6 +177,38 @@ def test_a_load_that_fails_on_one_rank_is_computed_again_on_both(
         report.assert_bytes_right()
 
 
+def test_the_first_rank_of_an_mla_model_keeps_what_ranks_of_any_number_load(
+    baseline: Baseline, tmp_path: Path
+) -> None:
+    """Stored by the first of two ranks and loaded by both, out of its memory and off its disk; and
+    after that by the only rank of another engine, off the same disk."""
+    disk = (("lmcache.local_disk", str(tmp_path)), ("lmcache.max_local_disk_size", 0.25))
+    spec, seen = replace(LATENT, extra=disk), str(tmp_path / "seen")
+    source = Prompts("latent")
+    prompts = [source.fresh(n) for n in (199, 300, 128, 640)]
+    num_chunks = sum(len(prompt) // CHUNK for prompt in prompts)
+    hit_tokens = num_chunks * CHUNK
+    with Engine(spec) as engine:
+        ask(engine, baseline, prompts, 0)
+        for _ in range(2):
+            engine.cool()
+            reports = ask(engine, baseline, prompts, hit_tokens)
+            assert [report.probe["async_loads"] for report in reports] == [4, 4]
+        engine.cool()
+        engine.workers("probe_forget")
+        reports = ask(engine, baseline, prompts, hit_tokens)
+        counters = [report.counters for report in reports]
+        assert [of["stored_chunks"] for of in counters] == [num_chunks, 0]
+        loaded = 3 * num_chunks * LATENT_CHUNK_BYTES
+        assert [of["loaded_bytes"] for of in counters] == [loaded, loaded]
+        assert [report.memory["chunks"] for report in reports] == [num_chunks, 0]
+        assert "on 1 rank, each read by 1 more" in engine.log()
+        engine.worker("probe_keep_seen", seen)
+    with Engine(replace(spec, layout="inproc", options="{}")) as engine:
+        engine.worker("probe_take_seen", seen)
+        check(engine, baseline, prompts, [(0, min(stored(p), len(p) - 1)) for p in prompts])
+
+
 @soak
 def test_pipeline_parallel_stages_each_load_their_layers(
     engines: Engines, baseline: Baseline
@@ -172,13 +217,29 @@ def test_pipeline_parallel_stages_each_load_their_layers(
     exercise(engine, baseline, "pipeline parallel", 2)
 
 
+DENSE_REPLICAS = EngineSpec(layout="mp", num_blocks=128, env=(CORES,))
+
+
 @soak
-def test_replicas_each_load_what_they_stored(baseline: Baseline) -> None:
-    spec = EngineSpec(layout="mp", num_blocks=128, env=(CORES,))
+@pytest.mark.parametrize(
+    ("spec", "a_chunk"),
+    [
+        # vLLM tells replicas of each other only where they share experts.
+        (DENSE_REPLICAS, chunk_bytes(DENSE_REPLICAS)),
+        (replace(LATENT, options="{}"), LATENT_CHUNK_BYTES),
+    ],
+    ids=["dense", "experts"],
+)
+def test_replicas_each_load_what_they_stored(
+    baseline: Baseline, spec: EngineSpec, a_chunk: int
+) -> None:
     source = Prompts("data parallel")
     prompts = [source.fresh(n) for n in (199, 300)]
-    right = [answer.tokens for answer in baseline.ask(prompts, MAX_TOKENS)]
-    with Server(spec, {"--data-parallel-size": "2"}) as server:
+    wanted_answers = baseline.ask(prompts, MAX_TOKENS, model=spec.model)
+    right = [answer.tokens for answer in wanted_answers]
+    compilation = spec.llm_arguments().get("compilation_config", {})
+    more = {"--data-parallel-size": "2", "--compilation-config": json.dumps(compilation)}
+    with Server(spec, more) as server:
         for round_number in range(2):
             for replica in range(2):
                 said = [server.complete(prompt, MAX_TOKENS, replica) for prompt in prompts]
@@ -188,7 +249,7 @@ def test_replicas_each_load_what_they_stored(baseline: Baseline) -> None:
                 server.reset()
                 server.worker("probe_poison", 1)
         until = time.monotonic() + 10
-        wanted = sum(map(stored, prompts)) // CHUNK * chunk_bytes(spec)
+        wanted = sum(map(stored, prompts)) // CHUNK * a_chunk
         while server.metrics("loaded_bytes") != {0: wanted, 1: wanted}:
             assert time.monotonic() < until, server.metrics("loaded_bytes")
             time.sleep(0.1)

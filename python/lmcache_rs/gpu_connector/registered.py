@@ -170,24 +170,32 @@ class RegisteredCache:
     def begin_load(
         self,
         queue: _native.TransferQueue,
-        local_cpu: _native.LocalCpu,
+        source: _native.LocalCpu | _native.RegionReader,
         lookup_id: str,
         namespace: str,
         hashes: bytes,
         **where: Any,
     ) -> Ticket:
-        """As `load`, behind the caller's back; the blocks are not used until it is done."""
+        """As `load`, behind the caller's back; the blocks are not used until it is done.
+
+        Into host memory it may come from another process's pool.
+        """
+        if isinstance(source, _native.RegionReader):
+            assert isinstance(self.native, _native.PagedCache), "not served on a GPU"
+            return _native.begin_shared_load(
+                queue, source, self.native, lookup_id, namespace, hashes, **where
+            )
         if isinstance(self.native, _native.CudaCache):
             return _native.begin_cuda_load(
                 self.native,
-                local_cpu,
+                source,
                 lookup_id,
                 namespace,
                 hashes,
                 stream=self._stream(),
                 **where,
             )
-        return queue.begin_load(local_cpu, self.native, lookup_id, namespace, hashes, **where)
+        return queue.begin_load(source, self.native, lookup_id, namespace, hashes, **where)
 
     # --- a layer at a time --------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from lmcache_rs.lookup.in_process import (
     register_local,
     unregister_local,
 )
-from lmcache_rs.lookup.paths import Rank, lookup_secret, lookup_socket_path
+from lmcache_rs.lookup.paths import Rank, lookup_secret, lookup_socket_path, reader_secret
 from lmcache_rs.lookup.ranks import DEADLINE_MS, WAIT_US, RanksLookupClient
 from lmcache_rs.lookup.records import UNKNOWN, LookupClient, Stats, Unknown
 from lmcache_rs.lookup.routes import IpcLookupClient, connect, connect_ranks
@@ -39,6 +39,7 @@ __all__ = [
     "connect_ranks",
     "lookup_secret",
     "lookup_socket_path",
+    "reader_secret",
     "register_local",
     "unregister_local",
 ]

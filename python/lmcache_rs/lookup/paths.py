@@ -54,6 +54,11 @@ def lookup_secret(engine_id: str) -> str:
     return hashlib.sha256(b"lmcache_rs lookup client\0" + _encoded(engine_id)).hexdigest()
 
 
+def reader_secret(engine_id: str) -> str:
+    """As `lookup_secret`, of other ranks that read the worker's memory."""
+    return hashlib.sha256(b"lmcache_rs region reader\0" + _encoded(engine_id)).hexdigest()
+
+
 def _encoded(engine_id: str) -> bytes:
     return engine_id.encode("utf-8", "surrogatepass")
 

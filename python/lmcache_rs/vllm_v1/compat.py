@@ -101,9 +101,10 @@ def require_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
             f"({kinds}); start vLLM with --disable-hybrid-kv-cache-manager or without it"
         )
     tensor_parallel = parallel.tensor_parallel_size
-    if tensor_parallel > 1 and isinstance(groups[0].kv_cache_spec, MLAAttentionSpec):
+    is_on_host = vllm.platforms.current_platform.is_cpu()
+    if tensor_parallel > 1 and is_latent(kv_cache_config) and not is_on_host:
         raise UnsupportedEngineError(
-            "lmcache_rs does not serve MLA models under tensor parallelism yet: "
+            "lmcache_rs does not serve MLA models under tensor parallelism on GPUs yet: "
             f"tensor_parallel_size is {tensor_parallel}; set it to 1, and pipeline_parallel_size "
             "or data_parallel_size instead"
         )
@@ -129,6 +130,22 @@ def ranks_of(vllm_config: VllmConfig) -> list[Rank]:
     ]
 
 
+def is_latent(kv_cache_config: KVCacheConfig) -> bool:
+    """Whether all tensor parallel ranks hold the same KV: MLA's latent of all heads."""
+    return isinstance(kv_cache_config.kv_cache_groups[0].kv_cache_spec, MLAAttentionSpec)
+
+
+def storing_ranks_of(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> list[Rank]:
+    """The workers that keep KV: where tensor parallel ranks hold the same, each stage's first."""
+    ranks = ranks_of(vllm_config)
+    return [rank for rank in ranks if rank.tp == 0] if is_latent(kv_cache_config) else ranks
+
+
+def owner_of(kv_cache_config: KVCacheConfig, rank: Rank) -> Rank:
+    """The worker that keeps what this one loads."""
+    return rank._replace(tp=0) if is_latent(kv_cache_config) else rank
+
+
 def rank_of(vllm_config: VllmConfig) -> Rank:
     """Which of them runs in this process."""
     return ranks_of(vllm_config)[rank_number_of(vllm_config)]
@@ -140,13 +157,17 @@ def rank_number_of(vllm_config: VllmConfig) -> int:
     return vllm_config.parallel_config.rank % len(ranks_of(vllm_config))
 
 
-def num_local_ranks(vllm_config: VllmConfig) -> int:
-    """Workers of this engine on this host, as far as is known here, those of its replicas too.
+def num_local_pools(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
+    """Workers on this host that keep KV, as far as is known here, those of replicas too.
 
-    vLLM does not tell the replicas of a model without experts of each other.
+    vLLM does not tell the replicas of a model without experts of each other, but numbers them: each
+    counts those before it. So of replicas that are too many for the host, the last are.
     """
     parallel = vllm_config.parallel_config
-    return len(ranks_of(vllm_config)) * max(1, parallel.data_parallel_size_local)
+    of_replica = len(storing_ranks_of(vllm_config, kv_cache_config))
+    of_replica = -(-of_replica * parallel.local_world_size // parallel.world_size)
+    number = getattr(parallel, "data_parallel_rank_local", None) or 0
+    return of_replica * max(1, parallel.data_parallel_size_local, number + 1)
 
 
 def is_in_scheduler_process(vllm_config: VllmConfig) -> bool:
@@ -264,9 +285,9 @@ def metadata_of(
         layout_id = f"{type(spec).__name__}-{layout}-{spec.page_size_bytes}-{content}"
     return LMCacheMetadata(
         model_name=vllm_config.model_config.model,
-        world_size=len(ranks),
-        # A replica of the whole model holds the same.
-        worker_id=ranks.index(rank or ranks[0]),
+        # A replica of the whole model holds the same, and may any tensor parallel rank.
+        world_size=1 if is_latent(kv_cache_config) else len(ranks),
+        worker_id=0 if is_latent(kv_cache_config) else ranks.index(rank or ranks[0]),
         kv_dtype=dtype,
         stored_form=stored_form,
         layout_id=layout_id,

@@ -29,6 +29,7 @@ from lmcache_rs.vllm_v1.metadata import (
     ReqMeta,
 )
 from lmcache_rs.vllm_v1.metrics import LMCachePromMetrics, LMCacheStats
+from lmcache_rs.vllm_v1.owners_memory import UnreadOwnerError
 
 if TYPE_CHECKING:
     import torch
@@ -131,6 +132,8 @@ class LMCacheConnectorV1Dynamic(KVConnectorBase_V1):
             return
         try:
             worker.start_load_kv(metadata)
+        except UnreadOwnerError:
+            raise
         except Exception as error:
             self._manager.faults.note("start_load_kv", error)
             worker.fail_loads(metadata)

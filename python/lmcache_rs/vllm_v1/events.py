@@ -224,7 +224,7 @@ class KVEventStream:
         spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
         block_tokens = compat.block_size_of(kv_cache_config)
         return cls(
-            num_ranks=len(compat.ranks_of(vllm_config)),
+            num_ranks=len(compat.storing_ranks_of(vllm_config, kv_cache_config)),
             chunk_size=chunk_size,
             block_tokens=block_tokens,
             hash_tokens=kv_cache_config.hash_block_size or block_tokens,

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
+    from lmcache_rs.lookup import Rank
+
 
 def machine_bytes() -> int:
     """Memory of this machine, or of this process's control group; 0 if neither says."""
@@ -112,8 +114,8 @@ class LMCacheManager:
         self._load_failure_policy = str(transfer.kv_load_failure_policy)
         try:
             if config.local_cpu:
-                num_ranks = compat.num_local_ranks(vllm_config)
-                require_memory(config.max_local_cpu_bytes, num_ranks, machine_bytes())
+                num_pools = compat.num_local_pools(vllm_config, kv_cache_config)
+                require_memory(config.max_local_cpu_bytes, num_pools, machine_bytes())
             if is_scheduler:
                 self.scheduler = LMCacheSchedulerHalf(
                     config,
@@ -124,6 +126,7 @@ class LMCacheManager:
                     identities,
                     self._load_choice(),
                     ranks,
+                    compat.storing_ranks_of(vllm_config, kv_cache_config),
                 )
             else:
                 self.worker = LMCacheWorkerHalf(
@@ -133,6 +136,8 @@ class LMCacheManager:
                     in_scheduler_process=compat.is_in_scheduler_process(vllm_config),
                     faults=self.faults,
                     rank=rank,
+                    owner=compat.owner_of(kv_cache_config, rank),
+                    num_readers=self._num_readers(rank),
                     fails_whole_loads=not compat.keeps_all_blocks(kv_cache_config),
                 )
             self._meter = self._new_meter()
@@ -145,6 +150,12 @@ class LMCacheManager:
                 )
         except Exception as error:
             self._degrade("start", error)
+
+    def _num_readers(self, rank: Rank) -> int:
+        """Other ranks that read what this one keeps."""
+        ranks = compat.ranks_of(self._vllm_config)
+        owners = [compat.owner_of(self._kv_cache_config, other) for other in ranks if other != rank]
+        return owners.count(rank)
 
     def _load_choice(self) -> LoadChoice:
         of = self._kv_cache_config
@@ -225,7 +236,8 @@ class LMCacheManager:
             self._degrade("register_kv_caches", error)
             return
         if events.are_wanted(self._vllm_config) and (sink := self.worker.listen()) is not None:
-            self.event_reports = EventReports(self._rank, sink)
+            storing = compat.storing_ranks_of(self._vllm_config, self._kv_cache_config)
+            self.event_reports = EventReports(storing.index(self.worker.rank), sink)
         self._print_banner(tensors)
 
     def _print_banner(self, tensors: list[torch.Tensor]) -> None:
@@ -235,7 +247,8 @@ class LMCacheManager:
         if self._rank:
             # One rank speaks for all of what they have in common.
             return
-        num_ranks = self._metadata.world_size
+        num_pools = compat.num_local_pools(self._vllm_config, self._kv_cache_config)
+        num_readers = self._num_readers(self.worker.rank)
         capacity_bytes, capacity_tokens = self.worker.capacity()
         self._say(
             "%s on %s; %d layers of %s %s, %s, %s; chunk %d tokens; chain %s (%s)",
@@ -251,13 +264,14 @@ class LMCacheManager:
             self.config.pre_caching_hash_algorithm if self.config.chain == "own" else "vLLM's",
         )
         self._say(
-            "capacity %.2f GB = %d tokens of this model a rank, %.2f GB in total on %d rank%s; "
+            "capacity %.2f GB = %d tokens of this model a rank, %.2f GB in total on %d rank%s%s; "
             "tiers: %s",
             capacity_bytes / 2**30,
             capacity_tokens,
-            num_ranks * capacity_bytes / 2**30,
-            num_ranks,
-            "s" if num_ranks > 1 else "",
+            num_pools * capacity_bytes / 2**30,
+            num_pools,
+            "s" if num_pools > 1 else "",
+            f", each read by {num_readers} more" if num_readers else "",
             ", ".join(self.worker.tiers()),
         )
         self._say("model fingerprint %s", self._metadata.model_fingerprint)

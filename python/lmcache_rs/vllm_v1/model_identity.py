@@ -195,12 +195,14 @@ def stated(
 ) -> LMCacheMetadata:
     """The facts with the model's name and fingerprint and a worker's place, else the first's."""
     parallel = vllm_config.parallel_config
+    # Where tensor parallel ranks hold the same, any width may load it.
+    is_shared = metadata.world_size == 1
     return dataclasses.replace(
         metadata,
         model_name=model_name_of(vllm_config),
         model_fingerprint=fingerprint_of(vllm_config, engine_start),
-        tensor_parallel_rank=rank.tp if rank else 0,
-        tensor_parallel_size=parallel.tensor_parallel_size,
+        tensor_parallel_rank=rank.tp if rank and not is_shared else 0,
+        tensor_parallel_size=1 if is_shared else parallel.tensor_parallel_size,
         pipeline_parallel_rank=rank.pp if rank else 0,
         pipeline_parallel_size=parallel.pipeline_parallel_size,
     )

@@ -32,7 +32,8 @@ _OF_NO_RANK = {
 class RankNames:
     """Namespaces with one rank's place in them, or with none.
 
-    An engine of one rank has no use for the difference: its names are whole from the start.
+    An engine whose ranks all hold the same has no use for the difference: its names are whole from
+    the start.
 
     Args:
         fields: What a namespace has in these fields, by their names in its text.
@@ -45,7 +46,7 @@ class RankNames:
     @classmethod
     def of_rank(cls, metadata: LMCacheMetadata) -> RankNames:
         """Those under which a rank keeps its part."""
-        if metadata.world_size == 1:
+        if not _is_split(metadata):
             return cls({})
         facts = metadata.facts()
         own = {name: facts[name.removeprefix("fact.")] for name in _OF_NO_RANK if "fact." in name}
@@ -54,7 +55,7 @@ class RankNames:
     @classmethod
     def of_no_rank(cls, metadata: LMCacheMetadata) -> RankNames:
         """Those that the scheduler half uses. No rank keeps anything under them."""
-        return cls({} if metadata.world_size == 1 else _OF_NO_RANK)
+        return cls(_OF_NO_RANK if _is_split(metadata) else {})
 
     def of(self, namespace: str) -> str:
         """The namespace with these fields."""
@@ -69,15 +70,22 @@ class RankNames:
         return named
 
 
+def _is_split(metadata: LMCacheMetadata) -> bool:
+    """Whether ranks hold different parts of a chunk."""
+    return metadata.world_size > 1 or (metadata.pipeline_parallel_size or 1) > 1
+
+
 class RankBooks:
     """What the ranks of an engine have said so far, put together.
 
     Args:
         ranks: All of them.
+        storing: Those that keep KV, where the others read it from them; None for all.
     """
 
-    def __init__(self, ranks: Iterable[Rank]) -> None:
+    def __init__(self, ranks: Iterable[Rank], storing: Iterable[Rank] | None = None) -> None:
         self._ranks = frozenset(ranks)
+        self._storing = self._ranks if storing is None else frozenset(storing)
         self.lookup_ids: dict[Rank, str] = {}
         # By rank, each counted by the rank itself.
         self.failures: dict[Rank, int] = {}
@@ -106,8 +114,13 @@ class RankBooks:
 
     @property
     def are_all_known(self) -> bool:
-        """Whether every rank has said where its store is."""
+        """Whether every rank has said where its store is, or that it can read another's."""
         return self.lookup_ids.keys() == self._ranks
+
+    @property
+    def stores(self) -> dict[Rank, str]:
+        """Where the ranks that keep KV can be asked."""
+        return {rank: name for rank, name in self.lookup_ids.items() if rank in self._storing}
 
     @property
     def saves_ended(self) -> int:
@@ -121,8 +134,8 @@ class RankBooks:
 
     @property
     def stored_tokens(self) -> int:
-        """Tokens that every rank has stored its part of."""
-        return self.least(self._stored_tokens)
+        """Tokens that every rank which keeps KV has stored its part of."""
+        return self.least_stored(self._stored_tokens)
 
     @property
     def load_bytes_per_second(self) -> float:
@@ -132,3 +145,7 @@ class RankBooks:
     def least(self, by_rank: Mapping[Rank, int]) -> int:
         """The least over all ranks; 0 for one that has said nothing."""
         return min(by_rank.get(rank, 0) for rank in self._ranks)
+
+    def least_stored(self, by_rank: Mapping[Rank, int]) -> int:
+        """As `least`, over the ranks that keep KV."""
+        return min(by_rank.get(rank, 0) for rank in self._storing)

@@ -120,7 +120,8 @@ class LMCacheSchedulerHalf:
         faults: Where faults of ours are noted.
         identities: What requests' chunks are called; None for an engine that was told nothing more.
         load_choice: Which loads the step waits for; None for all of them.
-        ranks: The engine's workers, each of which has to hold what a request is promised.
+        ranks: The engine's workers, each of which has to load what a request is promised.
+        storing: Those of them that keep KV, which the others read; None for all.
     """
 
     def __init__(
@@ -133,6 +134,7 @@ class LMCacheSchedulerHalf:
         identities: Identities | None = None,
         load_choice: LoadChoice | None = None,
         ranks: Sequence[lookup.Rank] = (ONLY_RANK,),
+        storing: Sequence[lookup.Rank] | None = None,
     ) -> None:
         self._config = config
         self._load_choice = load_choice or LoadChoice(config.max_sync_load_ms, token_bytes=0)
@@ -165,7 +167,7 @@ class LMCacheSchedulerHalf:
         # Until every worker has said where its store is, no request has a hit.
         self._client: lookup.LookupClient | None = None
         self._has_several_ranks = len(ranks) > 1
-        self._books = RankBooks(ranks)
+        self._books = RankBooks(ranks, storing)
         self._names = RankNames.of_no_rank(metadata)
         # When requests go on without them; None before the first request.
         self._workers_due: float | None = None
@@ -358,7 +360,7 @@ class LMCacheSchedulerHalf:
             block_ids, tracker.granted_block_ids = tracker.granted_block_ids, []
             if load_spec is not None and self._has_several_ranks:
                 # All ranks know of it alike: none loads, and none saves the step.
-                metadata.unloadable_block_ids.update(set(block_ids) - {NULL_BLOCK})
+                metadata.unloadable_block_ids |= self._promised_blocks(load_spec, block_ids)
                 load_spec = None
             try:
                 block_ids = compat.block_table(scheduler_output, req_id) or block_ids
@@ -598,7 +600,7 @@ class LMCacheSchedulerHalf:
         self._prefetches = None
         if self._books.are_all_known:
             deadline_ms = self._config.lookup_timeout_ms
-            self._client = lookup.connect_ranks(self._books.lookup_ids, deadline_ms=deadline_ms)
+            self._client = lookup.connect_ranks(self._books.stores, deadline_ms=deadline_ms)
             if self._books.with_lower_tiers:
                 self._prefetches = AskedPrefetches(deadline_ms / 1e3, self._books.with_lower_tiers)
 
@@ -671,7 +673,7 @@ class LMCacheSchedulerHalf:
                 tracker.request.num_prompt_tokens,
                 tracker.local_tokens,
                 tracker.external_tokens,
-                self._books.least(tracker.stored_tokens),
+                self._books.least_stored(tracker.stored_tokens),
                 (time.monotonic() - tracker.first_seen) * 1e3,
             )
 

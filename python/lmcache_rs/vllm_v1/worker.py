@@ -32,6 +32,7 @@ from lmcache_rs.vllm_v1.metadata import (
     RequestOutcome,
     failed_blocks,
 )
+from lmcache_rs.vllm_v1.owners_memory import NO_MEMORY, OwnersMemory
 from lmcache_rs.vllm_v1.prefetches import RunningPrefetches
 from lmcache_rs.vllm_v1.ranks import RankNames
 from lmcache_rs.vllm_v1.saves import BackgroundSaves
@@ -63,6 +64,9 @@ class LMCacheWorkerHalf:
             itself, and no socket is opened.
         faults: Where faults of ours are noted.
         rank: Which of the engine's workers this is.
+        owner: Which of them keeps what this one loads: itself, or another on this host, whose
+            memory it reads; then it keeps nothing.
+        num_readers: Other workers that read what this one keeps.
         fails_whole_loads: Whether an asynchronous load that ends early is of no use at all, as the
             engine keeps no block that lies behind a window.
     """
@@ -76,8 +80,16 @@ class LMCacheWorkerHalf:
         in_scheduler_process: bool,
         faults: Faults,
         rank: lookup.Rank = ONLY_RANK,
+        owner: lookup.Rank | None = None,
+        num_readers: int = 0,
         fails_whole_loads: bool = False,
     ) -> None:
+        # There where another rank keeps what this one loads.
+        self._owners: OwnersMemory | None = None
+        if owner is not None and owner != rank:
+            self._owners = OwnersMemory(owner, rank, config, faults)
+            config = OwnersMemory.without_store(config, owner)
+        self._num_readers = num_readers
         self._config = config
         self._metadata = metadata
         self._engine_start = engine_start
@@ -159,7 +171,9 @@ class LMCacheWorkerHalf:
         # As both halves know it from the engine's declaration: it is part of every key.
         by_token = self._metadata.stored_form == MemoryFormat.KV_MLA_FMT.name
         layout: Layout = "mla" if by_token else "opaque"
-        engine = LMCacheEngine(self._config, self._metadata, layout=layout)
+        engine = LMCacheEngine(
+            self._config, self._metadata, layout=layout, num_readers=self._num_readers
+        )
         try:
             engine.register_kv_caches(tensors, block_tokens=self._block_tokens)
             if engine.local_cpu is not None:
@@ -168,8 +182,9 @@ class LMCacheWorkerHalf:
                 else:
                     path = lookup.lookup_socket_path(self._lookup_id, self.rank)
                     secret = lookup.lookup_secret(self._lookup_id)
+                    readers = lookup.reader_secret(self._lookup_id) if self._num_readers else ""
                     self._server = _native.LookupServer(
-                        path, engine.local_cpu, secret, self._names.fields
+                        path, engine.local_cpu, secret, self._names.fields, readers
                     )
         except BaseException:
             engine.close()
@@ -270,6 +285,8 @@ class LMCacheWorkerHalf:
             self.fail_loads(metadata)
             return
         self._is_known = metadata.lookup_ids.get(self.rank) == self._lookup_id
+        if self._owners is not None and self._engine is not None:
+            self._engine.reads_from = self._owners.find(metadata.lookup_ids)
         if self._prefetches is not None and metadata.prefetches is not None:
             self._prefetches.follow(metadata.prefetches)
         self._failed_block_ids |= metadata.unloadable_block_ids
@@ -317,9 +334,9 @@ class LMCacheWorkerHalf:
         hashes = req.hashes[: end // self._config.chunk_size * HASH_BYTES]
         if self._engine is None or not self._engine.is_healthy() or not hashes:
             return None
-        return self._engine.begin_load_chunks(
-            req.req_id, self._names.of(req.namespace), hashes, req.block_ids, skip=skip
-        )
+        # The owner puts its own place into the name.
+        name = self._names.of(req.namespace) if self._owners is None else req.namespace
+        return self._engine.begin_load_chunks(req.req_id, name, hashes, req.block_ids, skip=skip)
 
     def take_finished_loads(self) -> tuple[set[str], set[str]]:
         """Requests whose loads are over, and those of them that have nothing of theirs.
@@ -376,7 +393,9 @@ class LMCacheWorkerHalf:
             if at < len(req.hashes):
                 failed_hash = req.hashes[at : at + HASH_BYTES]
                 self._engine.local_cpu.remove(self._names.of(req.namespace), failed_hash)
-            self._engine.local_cpu.release(req.req_id)
+            if not self._num_readers:
+                # What the others have not read yet ends with the request, or its deadline.
+                self._engine.local_cpu.release(req.req_id)
         compat.logger.warning(
             "lmcache_rs: load of request %s ended at token %d of %d; %d blocks reported as failed",
             req.req_id,
@@ -532,7 +551,10 @@ class LMCacheWorkerHalf:
         """What was stored and loaded since the last call, by request."""
         saves_ended = self._saves.take_ended_step()
         outcomes, self._outcomes = self._outcomes, {}
-        lookup_ids = {} if self._is_known or self._engine is None else {self.rank: self._lookup_id}
+        is_ready = self._engine is not None and (
+            self._owners is None or self._owners.reader is not None
+        )
+        lookup_ids = {self.rank: self._lookup_id} if is_ready and not self._is_known else {}
         prefetched = set() if self._prefetches is None else self._prefetches.take_done()
         is_news = outcomes or lookup_ids or self._failures or prefetched
         if not is_news and saves_ended is None:
@@ -598,7 +620,7 @@ class LMCacheWorkerHalf:
     def memory_stats(self) -> Mapping[str, int]:
         """The books of the pool, walked entry by entry."""
         if self._engine is None or self._engine.local_cpu is None:
-            return {}
+            return {} if self._owners is None else NO_MEMORY
         return self._engine.local_cpu.audit()
 
     def shutdown(self) -> None:

@@ -29,6 +29,11 @@ pub enum MemoryError {
         "this memory was allocated by another pool; put it there, or allocate it from this one"
     )]
     ForeignMemory,
+    /// What another process gave to be read is none of its pools.
+    #[error(
+        "what came as another process's pool is no sealed memory; run one lmcache_rs release in all processes"
+    )]
+    NotAPool,
     /// The kernel refused.
     #[error("{call} of {asked} bytes failed: {source}")]
     System {

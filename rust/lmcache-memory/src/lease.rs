@@ -2,7 +2,8 @@
 //!
 //! A lease is nothing but held [`MemoryObj`]s under the lookup's id, with a deadline. It ends when it is
 //! taken, released, replaced or past its time; the handles are handed to the caller, who drops them where
-//! no lock is held.
+//! no lock is held. Where several processes read a pool, each takes its share of the lease, and it ends
+//! with the last.
 
 use std::collections::HashMap;
 use std::time::Instant;
@@ -30,6 +31,8 @@ pub(crate) struct Leases {
 struct Lease {
     objects: Vec<MemoryObj>,
     expires: Instant,
+    /// Those that have not taken their share.
+    num_takers: u32,
 }
 
 impl Leases {
@@ -61,8 +64,15 @@ impl Leases {
         }
     }
 
-    /// Holds `objects` for `lookup_id`, which holds nothing, until `expires`.
-    pub(crate) fn begin(&mut self, lookup_id: &str, mut objects: Vec<MemoryObj>, expires: Instant) {
+    /// Holds `objects` for `lookup_id`, which holds nothing, until `expires` or until `num_takers` have taken
+    /// their share.
+    pub(crate) fn begin(
+        &mut self,
+        lookup_id: &str,
+        mut objects: Vec<MemoryObj>,
+        expires: Instant,
+        num_takers: u32,
+    ) {
         objects.shrink_to_fit();
         self.num_handles += objects.len();
         for object in &objects {
@@ -71,13 +81,29 @@ impl Leases {
             }
         }
         self.next_expiry = Some(self.next_expiry.map_or(expires, |next| next.min(expires)));
-        let before = self
-            .by_lookup
-            .insert(lookup_id.into(), Lease { objects, expires });
+        let lease = Lease {
+            objects,
+            expires,
+            num_takers,
+        };
+        let before = self.by_lookup.insert(lookup_id.into(), lease);
         debug_assert!(
             before.is_none(),
             "a lookup's lease is ended before it is begun anew"
         );
+    }
+
+    /// Takes one share of the lease of `lookup_id`: handles go to `taken`, the lease's own with the last one.
+    pub(crate) fn take(&mut self, lookup_id: &str, taken: &mut Vec<MemoryObj>) {
+        match self.by_lookup.get_mut(lookup_id) {
+            Some(lease) if lease.num_takers > 1 => {
+                lease.num_takers -= 1;
+                taken.extend(lease.objects.iter().cloned());
+            }
+            _ => {
+                self.end(lookup_id, taken);
+            }
+        }
     }
 
     /// Ends the lease of `lookup_id`; its handles go to `ended`. Whether there was one.

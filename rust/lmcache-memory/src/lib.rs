@@ -2,7 +2,8 @@
 //!
 //! [`region::Region`] owns the memory, [`object`] says who may write or read a piece of it, and
 //! [`local_cpu::LocalCpu`] is the store: index, free extents and leases behind one mutex, with batched verbs. What comes and goes is told
-//! to an [`events::EventSink`], if anybody listens.
+//! to an [`events::EventSink`], if anybody listens. Other processes of the host may read a pool that was made for
+//! it: [`mapped::Keeper`].
 
 pub mod error;
 pub mod events;

@@ -9,6 +9,8 @@
 //! only wait can never starve those that store.
 
 use std::mem;
+#[cfg(not(lmcache_loom))]
+use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
 use lmcache_core::extent::Extents;
@@ -102,7 +104,31 @@ impl LocalCpu {
         lease: Duration,
         policy: Policy,
     ) -> Result<Self, MemoryError> {
-        let region = Region::new(capacity)?;
+        Ok(Self::over(Region::new(capacity)?, lease, policy, 1))
+    }
+
+    /// As [`LocalCpu::with_policy`], for `num_readers` other processes to read as well: each takes its share
+    /// of what a lookup leases, which is held until all have.
+    #[cfg(not(lmcache_loom))]
+    pub fn shared(
+        capacity: u64,
+        lease: Duration,
+        policy: Policy,
+        num_readers: u32,
+    ) -> Result<Self, MemoryError> {
+        let region = match num_readers {
+            0 => Region::new(capacity)?,
+            _ => Region::new_shared(capacity)?,
+        };
+        Ok(Self::over(
+            region,
+            lease,
+            policy,
+            num_readers.saturating_add(1),
+        ))
+    }
+
+    fn over(region: Region, lease: Duration, policy: Policy, num_takers: u32) -> Self {
         let extents = Extents::new(region.len() as u64, PAGE_BYTES as u64);
         let len = region.len() as u64;
         let bank = Arc::new(Bank::new(region));
@@ -121,9 +147,10 @@ impl LocalCpu {
             capacity: len,
             bank: sync::downgrade(&bank),
             lease,
+            num_takers,
             state: Mutex::new(state),
         };
-        Ok(Self(Arc::new(shared)))
+        Self(Arc::new(shared))
     }
 
     /// Bytes of the pool.
@@ -136,6 +163,13 @@ impl LocalCpu {
     pub fn mapped(&self) -> Option<crate::mapped::Mapped> {
         let bank = self.0.lock().bank.clone();
         bank.map(|bank| crate::mapped::Mapped::new(&bank))
+    }
+
+    /// What a process that reads the pool maps; `None` unless it was made for that, and once it is closed.
+    #[cfg(not(lmcache_loom))]
+    pub fn descriptor(&self) -> Option<OwnedFd> {
+        let bank = self.0.lock().bank.clone()?;
+        bank.region.descriptor()?.try_clone_to_owned().ok()
     }
 
     /// Makes room for those of the chunks that are neither stored nor being written.
@@ -343,7 +377,10 @@ impl LocalCpu {
             });
             if !objects.is_empty() {
                 hit.lease = self.0.lease;
-                state.leases.begin(lookup_id, objects, now + self.0.lease);
+                let expires = now + self.0.lease;
+                state
+                    .leases
+                    .begin(lookup_id, objects, expires, self.0.num_takers);
             }
         }
         drop(state);
@@ -365,18 +402,34 @@ impl LocalCpu {
         namespace: &str,
         hashes: &[ChunkHash],
     ) -> Vec<MemoryObj> {
+        self.take_part(hashes.get(first..).unwrap_or(&[]), lookup_id, namespace)
+    }
+
+    /// As [`LocalCpu::take`], of a part of the chain: `hashes` may begin anywhere in it.
+    pub fn take_part(
+        &self,
+        hashes: &[ChunkHash],
+        lookup_id: &str,
+        namespace: &str,
+    ) -> Vec<MemoryObj> {
         let mut garbage = Vec::new();
         let mut taken = Vec::with_capacity(hashes.len());
         let mut state = self.0.lock();
-        state.leases.end(lookup_id, &mut garbage);
+        state.leases.take(lookup_id, &mut garbage);
         if let Some(id) = state.namespaces.get(namespace).filter(|_| state.is_open()) {
-            // A lease holds a chain from its first chunk on, so positions there are those in `hashes`.
-            for (position, &hash) in hashes.iter().enumerate().skip(first) {
-                let key = IndexKey {
-                    namespace: id,
-                    hash,
-                };
-                let leased = garbage
+            let key_of = |hash| IndexKey {
+                namespace: id,
+                hash,
+            };
+            // A lease holds a chain from its first chunk on.
+            let begins = hashes.first().map(|&hash| key_of(hash));
+            let leased = garbage
+                .iter()
+                .position(|object| object.key() == begins.as_ref());
+            let leased = &garbage[leased.unwrap_or(garbage.len())..];
+            for (position, &hash) in hashes.iter().enumerate() {
+                let key = key_of(hash);
+                let leased = leased
                     .get(position)
                     .filter(|object| object.key() == Some(&key));
                 match leased.or_else(|| state.index.peek(&key)) {

@@ -1,10 +1,27 @@
-//! A pool's memory as a whole: where it is, and what others say of it.
+//! A pool's memory as a whole: where it is, what others say of it, and who else reads it.
 
 use std::any::Any;
+use std::fmt;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
+use lmcache_core::hash::ChunkHash;
+
 use crate::object::Bank;
+use crate::region::ForeignChunk;
+
+/// Another process of this host that keeps chunks for this one, too.
+pub trait Keeper: fmt::Debug + Send + Sync {
+    /// Asks for chunks of a chain, from its first one on: those up to the first that is not there, none of
+    /// which changes or goes before [`Keeper::let_go`]. Of a lookup's lease this is one reader's share.
+    ///
+    /// Nothing if the keeper cannot be asked, or holds something for this lookup already.
+    fn hold(&self, lookup_id: &str, namespace: &str, hashes: &[ChunkHash]) -> Vec<ForeignChunk>;
+
+    /// Gives back what a call of [`Keeper::hold`] gave: `num_chunks`. Whether all of it was held until now;
+    /// otherwise what was read of it may be anything.
+    fn let_go(&self, lookup_id: &str, num_chunks: usize) -> bool;
+}
 
 /// The memory of a pool; mapped as long as this is held.
 #[derive(Debug, Clone)]

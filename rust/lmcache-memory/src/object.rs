@@ -24,6 +24,15 @@ use crate::mapped::Mapped;
 use crate::region::Region;
 use crate::sync::{self, Arc, AtomicU32, Mutex, Ordering, Weak};
 
+/// Where in its region a chunk lies, in bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Place {
+    /// Of the first byte.
+    pub offset: u64,
+    /// How many there are.
+    pub len: u64,
+}
+
 /// The region and the extents that came back since the store last looked.
 ///
 /// Extents come back on a list of their own, under a lock of their own that is held for one push and
@@ -226,6 +235,14 @@ impl MemoryObj {
     /// Whether the object holds no byte.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
+    }
+
+    /// Where the bytes are, for whoever has mapped the same region.
+    pub fn place(&self) -> Place {
+        Place {
+            offset: self.0.piece.extent.offset,
+            len: self.len() as u64,
+        }
     }
 
     /// Positions of the chunk's tokens in their prompt, where its writer set them.

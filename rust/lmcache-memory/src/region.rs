@@ -3,17 +3,23 @@
 //! The pages are touched in parallel when the region is made, so that no page fault meets a copy and a
 //! lack of memory shows at start-up, not in the middle of a request. A forked child gets no part of it: it
 //! can neither write to the parent's pool nor keep it after the parent's end.
+//!
+//! A region may be made for other processes to read. Its descriptor is then kept, sealed against writes and
+//! against another size, and [`ForeignRegion`] is what the process that it is given to makes of it.
 
 use std::fs;
 use std::io;
 use std::num::NonZeroUsize;
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::path::Path;
 use std::process;
 use std::ptr::{self, NonNull};
+use std::slice;
+use std::sync::Arc;
 use std::thread;
 
 use crate::error::MemoryError;
+use crate::object::Place;
 
 /// Granularity of the region and of everything carved from it, in bytes.
 pub const PAGE_BYTES: usize = 4096;
@@ -27,6 +33,8 @@ pub struct Region {
     len: usize,
     /// The process that mapped it.
     pid: u32,
+    /// There if others may read the region.
+    descriptor: Option<OwnedFd>,
 }
 
 // SAFETY: the region is plain memory owned by this value. Who may touch which bytes is settled by
@@ -38,6 +46,15 @@ unsafe impl Sync for Region {}
 impl Region {
     /// Maps `asked` bytes, rounded down to whole pages, and touches them all.
     pub fn new(asked: u64) -> Result<Self, MemoryError> {
+        Self::map(asked, false)
+    }
+
+    /// As [`Region::new`], for others to read: see [`Region::descriptor`].
+    pub fn new_shared(asked: u64) -> Result<Self, MemoryError> {
+        Self::map(asked, true)
+    }
+
+    fn map(asked: u64, is_shared: bool) -> Result<Self, MemoryError> {
         let len = (asked - asked % PAGE_BYTES as u64) as usize;
         if len == 0 {
             return Err(MemoryError::TooSmall { asked });
@@ -57,11 +74,21 @@ impl Region {
             }
         };
         let fd = create_memfd(len).map_err(failed("memfd_create"))?;
-        let base = map_shared(&fd, len).map_err(failed("mmap"))?;
-        // The mapping holds the memory by itself; a descriptor would be inherited by forked children.
-        drop(fd);
+        let writable = libc::PROT_READ | libc::PROT_WRITE;
+        let base = map_shared(fd.as_fd(), len, writable).map_err(failed("mmap"))?;
         let pid = process::id();
-        let region = Self { base, len, pid };
+        let mut region = Self {
+            base,
+            len,
+            pid,
+            descriptor: None,
+        };
+        // The mapping holds the memory by itself; a descriptor would be inherited by forked children.
+        if is_shared {
+            // From here on nobody can map it to write, not even this process.
+            seal(&fd).map_err(failed("fcntl(F_ADD_SEALS)"))?;
+            region.descriptor = Some(fd);
+        }
         // SAFETY: the mapping just made; its bytes stay as they are.
         let outcome = unsafe { libc::madvise(base.as_ptr().cast(), len, libc::MADV_DONTFORK) };
         if outcome != 0 {
@@ -84,6 +111,11 @@ impl Region {
     /// Address of the first byte.
     pub fn base(&self) -> NonNull<u8> {
         self.base
+    }
+
+    /// What another process makes a [`ForeignRegion`] of; `None` unless the region was made for that.
+    pub fn descriptor(&self) -> Option<BorrowedFd<'_>> {
+        self.descriptor.as_ref().map(AsFd::as_fd)
     }
 
     /// Where `len` bytes at `offset` lie, which are about to be read.
@@ -132,7 +164,10 @@ impl Drop for Region {
 
 fn create_memfd(len: usize) -> io::Result<OwnedFd> {
     // SAFETY: the name is a NUL-terminated literal; no memory is shared with the call.
-    let fd = unsafe { libc::memfd_create(c"lmcache_rs".as_ptr(), libc::MFD_CLOEXEC) };
+    let fd = unsafe {
+        let flags = libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING;
+        libc::memfd_create(c"lmcache_rs".as_ptr(), flags)
+    };
     if fd < 0 {
         return Err(io::Error::last_os_error());
     }
@@ -146,13 +181,139 @@ fn create_memfd(len: usize) -> io::Result<OwnedFd> {
     Ok(fd)
 }
 
-fn map_shared(fd: &OwnedFd, len: usize) -> io::Result<NonNull<u8>> {
+/// What a region that others read is sealed with. Without the one against shrinking, a read could end the
+/// reader's process.
+const SEALS: libc::c_int =
+    libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_FUTURE_WRITE | libc::F_SEAL_SEAL;
+
+fn seal(fd: &OwnedFd) -> io::Result<()> {
+    // SAFETY: a valid descriptor and a number; no memory is shared with the call.
+    match unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_ADD_SEALS, SEALS) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+/// A region of another process, mapped to be read.
+#[derive(Debug)]
+pub struct ForeignRegion {
+    base: NonNull<u8>,
+    len: usize,
+    /// The process that mapped it.
+    pid: u32,
+}
+
+// SAFETY: nothing is ever written through it; what its owner may write meanwhile, see `ForeignChunk::bytes`.
+unsafe impl Send for ForeignRegion {}
+// SAFETY: as above.
+unsafe impl Sync for ForeignRegion {}
+
+impl ForeignRegion {
+    /// Maps what [`Region::descriptor`] gave where the region is.
+    pub fn map(descriptor: BorrowedFd<'_>) -> Result<Self, MemoryError> {
+        let failed = |call, asked| {
+            move |source| MemoryError::System {
+                call,
+                asked,
+                source,
+            }
+        };
+        // SAFETY: asks about a descriptor; no memory is shared with the call.
+        let seals = unsafe { libc::fcntl(descriptor.as_raw_fd(), libc::F_GET_SEALS) };
+        if seals & SEALS != SEALS || seals < 0 {
+            return Err(MemoryError::NotAPool);
+        }
+        let file = fs::File::from(
+            descriptor
+                .try_clone_to_owned()
+                .map_err(failed("fcntl(F_DUPFD)", 0))?,
+        );
+        let asked = file.metadata().map_err(failed("fstat", 0))?.len();
+        let len = usize::try_from(asked).ok().filter(|&len| len > 0);
+        let len = len.ok_or(MemoryError::NotAPool)?;
+        let base = map_shared(file.as_fd(), len, libc::PROT_READ).map_err(failed("mmap", asked))?;
+        let pid = process::id();
+        let region = Self { base, len, pid };
+        // SAFETY: the mapping just made; its bytes stay as they are.
+        let outcome = unsafe { libc::madvise(base.as_ptr().cast(), len, libc::MADV_DONTFORK) };
+        if outcome != 0 {
+            return Err(failed("madvise", asked)(io::Error::last_os_error()));
+        }
+        Ok(region)
+    }
+
+    /// Bytes in the region.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether the region holds no byte; it never does.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// What lies there; `None` if the region does not go so far.
+    pub fn chunk(self: &Arc<Self>, place: Place) -> Option<ForeignChunk> {
+        let end = place.offset.checked_add(place.len)?;
+        let fits = usize::try_from(end).is_ok_and(|end| end <= self.len);
+        fits.then(|| ForeignChunk {
+            region: Arc::clone(self),
+            place,
+        })
+    }
+}
+
+impl Drop for ForeignRegion {
+    fn drop(&mut self) {
+        if process::id() != self.pid {
+            // As for `Region`.
+            return;
+        }
+        // SAFETY: `base` and `len` are those of the mapping made in `map`, and every chunk of it holds the
+        // region through an `Arc`.
+        unsafe { libc::munmap(self.base.as_ptr().cast(), self.len) };
+    }
+}
+
+/// A chunk in a [`ForeignRegion`].
+///
+/// It holds the mapping, and not the chunk: that is what its owner was asked for, and only while the owner
+/// holds it do the bytes stay as they are.
+#[derive(Debug, Clone)]
+pub struct ForeignChunk {
+    region: Arc<ForeignRegion>,
+    place: Place,
+}
+
+impl ForeignChunk {
+    /// The bytes.
+    pub fn bytes(&self) -> &[u8] {
+        let Place { offset, len } = self.place;
+        let first = self.region.base.as_ptr().wrapping_add(offset as usize);
+        // SAFETY: within the mapping, as `ForeignRegion::chunk` has seen to, which the `Arc` keeps and whose
+        // file cannot shrink. Its owner writes none of these bytes while it holds the chunk. Should it lose
+        // the hold, it may; any value is a byte, and what was read is thrown away when the hold is given back.
+        unsafe { slice::from_raw_parts(first, len as usize) }
+    }
+
+    /// Size in bytes.
+    pub fn len(&self) -> usize {
+        self.place.len as usize
+    }
+
+    /// Whether the chunk holds no byte.
+    pub fn is_empty(&self) -> bool {
+        self.place.len == 0
+    }
+}
+
+fn map_shared(fd: BorrowedFd<'_>, len: usize, access: libc::c_int) -> io::Result<NonNull<u8>> {
     // SAFETY: a fresh mapping at an address of the kernel's choice; nothing of ours lies there.
     let base = unsafe {
         libc::mmap(
             ptr::null_mut(),
             len,
-            libc::PROT_READ | libc::PROT_WRITE,
+            access,
             libc::MAP_SHARED,
             fd.as_raw_fd(),
             0,
@@ -281,6 +442,62 @@ mod tests {
         // SAFETY: waits for our own child.
         assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
         assert_eq!(status, 0, "the child sees the parent's memory");
+    }
+
+    #[test]
+    fn what_a_shared_region_holds_is_read_through_its_descriptor_and_not_written() {
+        assert!(
+            Region::new(1 << 16)
+                .expect("a region")
+                .descriptor()
+                .is_none()
+        );
+        let region = Region::new_shared(3 * PAGE_BYTES as u64).expect("a region");
+        let descriptor = region.descriptor().expect("it was made for that");
+        let foreign = Arc::new(ForeignRegion::map(descriptor).expect("a sealed pool"));
+        assert_eq!((foreign.len(), foreign.is_empty()), (region.len(), false));
+        let place = Place {
+            offset: PAGE_BYTES as u64,
+            len: 5,
+        };
+        let chunk = foreign.chunk(place).expect("it lies within");
+        assert_eq!(chunk.bytes(), [0; 5]);
+        // SAFETY: nobody else reads or writes the region now.
+        unsafe { ptr::write_bytes(region.write_ptr(place.offset, 5), 7, 5) };
+        assert_eq!(chunk.bytes(), [7; 5]);
+        let writable = libc::PROT_READ | libc::PROT_WRITE;
+        assert!(map_shared(descriptor, region.len(), writable).is_err());
+        // SAFETY: asks for another size, which is refused; no memory is shared with the call.
+        assert_ne!(unsafe { libc::ftruncate(descriptor.as_raw_fd(), 0) }, 0);
+        // It outlives the owner's mapping.
+        drop(region);
+        assert_eq!(chunk.bytes(), [7; 5]);
+    }
+
+    #[test]
+    fn a_place_beyond_the_region_is_no_chunk() {
+        let region = Region::new_shared(2 * PAGE_BYTES as u64).expect("a region");
+        let foreign = ForeignRegion::map(region.descriptor().expect("shared")).expect("a pool");
+        let foreign = Arc::new(foreign);
+        let len = 2 * PAGE_BYTES as u64;
+        for (offset, len) in [(0, len + 1), (len, 1), (u64::MAX, 2), (1, u64::MAX)] {
+            assert!(
+                foreign.chunk(Place { offset, len }).is_none(),
+                "{offset} {len}"
+            );
+        }
+        assert!(foreign.chunk(Place { offset: 0, len }).is_some());
+    }
+
+    #[test]
+    fn what_is_no_sealed_memory_is_no_pool() {
+        // It could shrink under its reader.
+        let open = create_memfd(PAGE_BYTES).expect("a memfd");
+        let file = fs::File::open("/dev/zero").expect("a device");
+        for descriptor in [open.as_fd(), file.as_fd()] {
+            let refused = ForeignRegion::map(descriptor);
+            assert!(matches!(refused, Err(MemoryError::NotAPool)), "{refused:?}");
+        }
     }
 
     #[test]

@@ -21,9 +21,21 @@ pub(crate) const NOT_ENDED: NativeError =
 #[pyclass(frozen, module = "lmcache_rs._native")]
 pub(crate) struct TransferQueue(Owned<background::Queue>);
 
+impl TransferQueue {
+    pub(crate) fn queue(&self) -> Result<&background::Queue, NativeError> {
+        self.0.get()
+    }
+}
+
 /// A store or load that was handed over. Dropping the handle changes nothing.
 #[pyclass(frozen, module = "lmcache_rs._native")]
 pub(crate) struct Transfer(Owned<background::Transfer>);
+
+impl From<background::Transfer> for Transfer {
+    fn from(transfer: background::Transfer) -> Self {
+        Self(Owned::new(transfer))
+    }
+}
 
 #[pymethods]
 impl TransferQueue {

@@ -12,6 +12,7 @@ mod layer_copy;
 mod layerwise;
 mod local_disk;
 mod lookup_client;
+mod lookup_reader;
 mod memory;
 mod rope;
 mod storage;
@@ -43,6 +44,8 @@ mod _native {
     use crate::local_disk::{LocalDisk, checksum, inspect_object};
     #[pymodule_export]
     use crate::lookup_client::LookupConnections;
+    #[pymodule_export]
+    use crate::lookup_reader::{RegionReader, begin_shared_load};
     #[pymodule_export]
     use crate::memory::{LocalCpu, MemoryObj};
     #[pymodule_export]

@@ -42,14 +42,20 @@ pub(crate) fn unknown_policy(found: &str) -> NativeError {
 #[pymethods]
 impl LocalCpu {
     /// Maps and touches `capacity_bytes`; a lookup leases for `lease_ms`; `policy` says which chunk leaves
-    /// when memory is full.
+    /// when memory is full; `num_readers` other processes read it, and share what a lookup leases.
     #[new]
-    #[pyo3(signature = (capacity_bytes, lease_ms, policy = "LRU"))]
-    fn new(py: Python<'_>, capacity_bytes: u64, lease_ms: u64, policy: &str) -> PyResult<Self> {
+    #[pyo3(signature = (capacity_bytes, lease_ms, policy = "LRU", num_readers = 0))]
+    fn new(
+        py: Python<'_>,
+        capacity_bytes: u64,
+        lease_ms: u64,
+        policy: &str,
+        num_readers: u32,
+    ) -> PyResult<Self> {
         let lease = Duration::from_millis(lease_ms);
         let policy = Policy::from_name(policy).ok_or_else(|| unknown_policy(policy))?;
         let store = enter(py, || {
-            local_cpu::LocalCpu::with_policy(capacity_bytes, lease, policy)
+            local_cpu::LocalCpu::shared(capacity_bytes, lease, policy, num_readers)
         })?;
         Ok(Self(Owned::new(store)))
     }

@@ -22,20 +22,23 @@ pub(crate) struct LookupServer(Owned<lookup_server::LookupServer>);
 #[pymethods]
 impl LookupServer {
     /// Listens on a Unix socket at `path`, for clients whose ZMTP identity is `secret`, if that is given.
-    /// `own_fields` are what the store's namespaces have in place of what clients ask for.
+    /// `own_fields` are what the store's namespaces have in place of what clients ask for. Peers whose identity
+    /// is `reader_secret`, if that is given, read the store's memory.
     #[new]
-    #[pyo3(signature = (path, local_cpu, secret="", own_fields=BTreeMap::new()))]
+    #[pyo3(signature = (path, local_cpu, secret="", own_fields=BTreeMap::new(), reader_secret=""))]
     fn new(
         py: Python<'_>,
         path: PathBuf,
         local_cpu: &LocalCpu,
         secret: &str,
         own_fields: BTreeMap<String, String>,
+        reader_secret: &str,
     ) -> PyResult<Self> {
         let store = Arc::new(local_cpu.store()?.clone());
         let index = Arc::new(lookup_server::RankIndex::new(store, own_fields));
         let server = enter(py, || {
-            lookup_server::LookupServer::start(&path, index, secret.as_bytes())
+            let (secret, reader_secret) = (secret.as_bytes(), reader_secret.as_bytes());
+            lookup_server::LookupServer::start_shared(&path, index, secret, reader_secret)
                 .map_err(|error| NativeError::Lookup(error.to_string()))
         })?;
         Ok(Self(Owned::new(server)))

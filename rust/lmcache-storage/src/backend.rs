@@ -1,6 +1,7 @@
 //! What a tier is, and the first of them: L1 in host memory.
 
 use std::fmt;
+use std::os::fd::OwnedFd;
 use std::time::Duration;
 
 use lmcache_core::hash::ChunkHash;
@@ -108,6 +109,14 @@ impl LookupIndex for LocalCpu {
 
     fn clear(&self) {
         LocalCpu::clear(self);
+    }
+
+    fn locate(&self, lookup_id: &str, namespace: &str, hashes: &[ChunkHash]) -> Vec<MemoryObj> {
+        self.take_part(hashes, lookup_id, namespace)
+    }
+
+    fn descriptor(&self) -> Option<OwnedFd> {
+        LocalCpu::descriptor(self)
     }
 }
 

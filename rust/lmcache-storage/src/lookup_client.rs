@@ -316,7 +316,7 @@ impl Link {
 }
 
 /// Connects without waiting: a server that takes no more connections in refuses this one.
-fn connect_at_once(path: &Path) -> io::Result<UnixStream> {
+pub(crate) fn connect_at_once(path: &Path) -> io::Result<UnixStream> {
     let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
     let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
     connect(socket.as_fd(), &SocketAddrUnix::new(path)?)?;

@@ -9,9 +9,15 @@
 //! A server that is given a secret serves only peers whose ZMTP identity it is, and of those the newest: an
 //! engine has one client, and what an older connection of it has left unread must not touch the leases of the
 //! newer one. Whoever cannot introduce itself holds no place that the engine could need.
+//!
+//! Where other processes read the pool itself, each has a connection of its own, under another secret: it is
+//! given the pool's descriptor, and where chunks lie, which are held for it until it says that it is done or the
+//! connection ends.
 
 use std::collections::BTreeMap;
-use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::io::IoSlice;
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -21,7 +27,9 @@ use std::{io, mem, process};
 
 use lmcache_core::hash::ChunkHash;
 use lmcache_core::key::with_fields;
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use lmcache_memory::object::MemoryObj;
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
+use tokio::io::{AsyncReadExt, AsyncWriteExt, Interest};
 use tokio::net::{UnixListener, UnixStream};
 use tokio::runtime::Runtime;
 use tokio::sync::{oneshot, watch};
@@ -29,8 +37,9 @@ use tokio::task::{self, JoinHandle};
 use tokio::time;
 
 pub use crate::error::LookupServerError;
+use crate::lookup_conversation::{Conversation, Reply, Role};
 use crate::socket_file::SocketFile;
-use crate::wire::{self, Answer, Request, Status};
+use crate::wire::{self, Status};
 use crate::zmtp::{self, Frame, GREETING_BYTES, ZmtpError};
 
 /// Connections at a time; beyond them an idle one is closed, or the new one. An engine needs one.
@@ -62,7 +71,7 @@ pub struct LookupAnswer {
 }
 
 impl LookupAnswer {
-    const NOTHING: Self = Self {
+    pub(crate) const NOTHING: Self = Self {
         hit_chunks: 0,
         lease_ms: 0,
     };
@@ -78,6 +87,16 @@ pub trait LookupIndex: Send + Sync + 'static {
 
     /// Forgets every chunk; what is leased lives on unseen until its lease ends.
     fn clear(&self);
+
+    /// Takes one reader's share of what `lookup_id` leases: these chunks, up to the first that is not there.
+    fn locate(&self, _lookup_id: &str, _namespace: &str, _hashes: &[ChunkHash]) -> Vec<MemoryObj> {
+        Vec::new()
+    }
+
+    /// What readers map, if they may.
+    fn descriptor(&self) -> Option<OwnedFd> {
+        None
+    }
 }
 
 /// What one rank of an engine answers: the engine asks all of them by a name that says nothing of ranks, and
@@ -107,6 +126,15 @@ impl LookupIndex for RankIndex {
     fn clear(&self) {
         self.index.clear();
     }
+
+    fn locate(&self, lookup_id: &str, namespace: &str, hashes: &[ChunkHash]) -> Vec<MemoryObj> {
+        let own = with_fields(namespace, &self.own_fields);
+        self.index.locate(lookup_id, &own, hashes)
+    }
+
+    fn descriptor(&self) -> Option<OwnedFd> {
+        self.index.descriptor()
+    }
 }
 
 macro_rules! counters {
@@ -125,8 +153,8 @@ macro_rules! counters {
         }
 
         #[derive(Debug, Default)]
-        struct Counters {
-            $($name: AtomicU64,)*
+        pub(crate) struct Counters {
+            $(pub(crate) $name: AtomicU64,)*
         }
 
         impl Counters {
@@ -148,6 +176,12 @@ counters! {
     pings,
     /// Clears answered.
     clears,
+    /// Requests for places answered.
+    locates,
+    /// Descriptors given away.
+    maps,
+    /// Connections of readers served.
+    readers,
     /// Messages that are not of this protocol.
     malformed,
     /// Messages of another version.
@@ -172,7 +206,7 @@ counters! {
     index_failures,
 }
 
-fn count(counter: &AtomicU64) {
+pub(crate) fn count(counter: &AtomicU64) {
     counter.fetch_add(1, Ordering::Relaxed);
 }
 
@@ -203,6 +237,16 @@ impl LookupServer {
         index: Arc<dyn LookupIndex>,
         secret: &[u8],
     ) -> Result<Self, LookupServerError> {
+        Self::start_shared(path, index, secret, b"")
+    }
+
+    /// As [`LookupServer::start`], for readers of the pool as well: those whose identity is `reader_secret`.
+    pub fn start_shared(
+        path: &Path,
+        index: Arc<dyn LookupIndex>,
+        secret: &[u8],
+        reader_secret: &[u8],
+    ) -> Result<Self, LookupServerError> {
         let (file, listener) = SocketFile::bind(path)?;
         let failed = |what| {
             move |source| LookupServerError::System {
@@ -227,6 +271,7 @@ impl LookupServer {
             counters: Arc::clone(&counters),
             uid: file.uid()?,
             secret: secret.into(),
+            reader_secret: reader_secret.into(),
             newest: watch::Sender::new(0),
         });
         let (stop, stopped) = oneshot::channel();
@@ -296,6 +341,8 @@ struct Service {
     uid: u32,
     /// What a peer must know; empty if nothing is asked of it.
     secret: Box<[u8]>,
+    /// What a reader of the pool must know; empty if there are none.
+    reader_secret: Box<[u8]>,
     /// The number of the newest connection that knew the secret.
     newest: watch::Sender<u64>,
 }
@@ -412,7 +459,7 @@ impl Service {
             .is_ok_and(|peer| [self.uid, 0].contains(&peer.uid()));
         let greeted = match known {
             true => {
-                let handshake = handshake(&mut stream, &self.secret);
+                let handshake = self.handshake(&mut stream);
                 time::timeout(HANDSHAKE_DEADLINE, handshake).await
             }
             false => {
@@ -420,8 +467,8 @@ impl Service {
                 return;
             }
         };
-        let inbox = match greeted {
-            Ok(Ok(inbox)) => inbox,
+        let (inbox, role) = match greeted {
+            Ok(Ok(greeted)) => greeted,
             Ok(Err(error)) => {
                 count(match error {
                     ConnectionError::Zmtp(ZmtpError::Stranger) => &self.counters.strangers,
@@ -437,15 +484,23 @@ impl Service {
         };
         heard_now(heard);
         count(&self.counters.connections);
-        if !self.secret.is_empty() {
-            self.newest.send_modify(|newest| *newest += 1);
-        }
-        // From here on, so that one's own coming is no news.
-        let mut newest = self.newest.subscribe();
-        let outcome = tokio::select! {
-            biased;
-            _ = newest.changed() => Err(ConnectionError::Superseded),
-            outcome = self.converse(&mut stream, inbox, heard) => outcome,
+        let outcome = match role {
+            Role::Reader => {
+                count(&self.counters.readers);
+                self.converse(&mut stream, inbox, heard, role).await
+            }
+            Role::Client => {
+                if !self.secret.is_empty() {
+                    self.newest.send_modify(|newest| *newest += 1);
+                }
+                // From here on, so that one's own coming is no news.
+                let mut newest = self.newest.subscribe();
+                tokio::select! {
+                    biased;
+                    _ = newest.changed() => Err(ConnectionError::Superseded),
+                    outcome = self.converse(&mut stream, inbox, heard, role) => outcome,
+                }
+            }
         };
         match outcome {
             Ok(()) | Err(ConnectionError::Io(_)) => {}
@@ -465,9 +520,10 @@ impl Service {
         stream: &mut UnixStream,
         mut inbox: Vec<u8>,
         heard: &Heard,
+        role: Role,
     ) -> Result<(), ConnectionError> {
         let mut outbox = Vec::new();
-        let mut last_message_id = 0;
+        let mut conversation = Conversation::new(&self.index, &self.counters, role);
         // Inside a message of several frames, of which this protocol has none.
         let mut in_parts = false;
         loop {
@@ -483,12 +539,21 @@ impl Service {
                 if more {
                     continue;
                 }
-                let answer = match is_part {
-                    true => Some(self.refuse(0, Status::Malformed)),
-                    false => self.answer(body, &mut last_message_id),
+                let reply = match is_part {
+                    true => conversation.refuse(0, Status::Malformed),
+                    false => conversation.answer(body),
                 };
-                if let Some(answer) = answer {
-                    zmtp::put_message(&mut outbox, &wire::encode_answer(&answer));
+                match reply {
+                    Reply::Nothing => {}
+                    Reply::Bytes(body) => zmtp::put_message(&mut outbox, &body),
+                    Reply::Descriptor(body, descriptor) => {
+                        // What is owed goes first; a descriptor arrives with the bytes it is sent with.
+                        stream.write_all(&outbox).await?;
+                        outbox.clear();
+                        zmtp::put_message(&mut outbox, &body);
+                        let num_sent = send_along(stream, &outbox, &descriptor).await?;
+                        outbox.drain(..num_sent);
+                    }
                 }
                 if outbox.len() >= OUTBOX_BYTES {
                     stream.write_all(&outbox).await?;
@@ -513,106 +578,53 @@ impl Service {
         }
     }
 
-    fn answer(&self, message: &[u8], last_message_id: &mut u64) -> Option<Answer> {
-        let request = match wire::decode_request(message) {
-            Ok(request) => request,
-            Err(refusal) => return Some(self.refuse(refusal.message_id, refusal.status)),
+    /// Exchanges greetings and READY; gives the bytes that came after them, and who the peer is.
+    async fn handshake(&self, stream: &mut UnixStream) -> Result<(Vec<u8>, Role), ConnectionError> {
+        stream.write_all(&zmtp::greeting()).await?;
+        let mut greeting = [0; GREETING_BYTES];
+        stream.read_exact(&mut greeting).await?;
+        zmtp::check_greeting(&greeting)?;
+        let mut inbox = Vec::with_capacity(READ_BYTES);
+        let (used, role) = loop {
+            match zmtp::next_frame(&inbox, 0)? {
+                Some((Frame::Command(command), used)) => {
+                    let identity = zmtp::check_ready(command, "DEALER")?;
+                    break (used, self.role_of(identity)?);
+                }
+                Some((Frame::Message { .. }, _)) => return Err(ZmtpError::Ready.into()),
+                None => {}
+            }
+            if stream.read_buf(&mut inbox).await? == 0 {
+                return Err(io::Error::from(io::ErrorKind::UnexpectedEof).into());
+            }
         };
-        let message_id = request.message_id();
-        if message_id <= *last_message_id {
-            return Some(self.refuse(message_id, Status::Replayed));
-        }
-        *last_message_id = message_id;
-        // A panic must not end the thread that all requests depend on.
-        match catch_unwind(AssertUnwindSafe(|| self.ask(&request))) {
-            Ok(found) => found.map(
-                |LookupAnswer {
-                     hit_chunks,
-                     lease_ms,
-                 }| Answer {
-                    message_id,
-                    status: Status::Ok,
-                    hit_chunks,
-                    lease_ms,
-                },
-            ),
-            Err(_) => Some(self.refuse(message_id, Status::Failed)),
-        }
+        inbox.drain(..used);
+        stream.write_all(&zmtp::ready("ROUTER", b"")).await?;
+        Ok((inbox, role))
     }
 
-    fn ask(&self, request: &Request<'_>) -> Option<LookupAnswer> {
-        match request {
-            Request::Lookup {
-                lookup_id,
-                namespace,
-                hashes,
-                ..
-            } => {
-                let found = self.index.lookup(lookup_id, namespace, hashes);
-                count(&self.counters.lookups);
-                Some(found)
-            }
-            Request::Release { lookup_id, .. } => {
-                self.index.release(lookup_id);
-                count(&self.counters.releases);
-                None
-            }
-            Request::Ping { .. } => {
-                count(&self.counters.pings);
-                Some(LookupAnswer::NOTHING)
-            }
-            Request::Clear { .. } => {
-                self.index.clear();
-                count(&self.counters.clears);
-                Some(LookupAnswer::NOTHING)
-            }
+    fn role_of(&self, identity: &[u8]) -> Result<Role, ZmtpError> {
+        if !self.reader_secret.is_empty() && is_equal(identity, &self.reader_secret) {
+            return Ok(Role::Reader);
         }
-    }
-
-    fn refuse(&self, message_id: u64, status: Status) -> Answer {
-        let counter = match status {
-            Status::ForeignVersion => &self.counters.foreign_version,
-            Status::UnknownKind => &self.counters.unknown_kind,
-            Status::Replayed => &self.counters.replayed,
-            Status::Failed => &self.counters.index_failures,
-            Status::Malformed | Status::Ok => &self.counters.malformed,
-        };
-        count(counter);
-        Answer {
-            message_id,
-            status,
-            hit_chunks: 0,
-            lease_ms: 0,
+        if self.secret.is_empty() || is_equal(identity, &self.secret) {
+            return Ok(Role::Client);
         }
+        Err(ZmtpError::Stranger)
     }
 }
 
-/// Exchanges greetings and READY; gives the bytes that came after them.
-async fn handshake(stream: &mut UnixStream, secret: &[u8]) -> Result<Vec<u8>, ConnectionError> {
-    stream.write_all(&zmtp::greeting()).await?;
-    let mut greeting = [0; GREETING_BYTES];
-    stream.read_exact(&mut greeting).await?;
-    zmtp::check_greeting(&greeting)?;
-    let mut inbox = Vec::with_capacity(READ_BYTES);
-    let used = loop {
-        match zmtp::next_frame(&inbox, 0)? {
-            Some((Frame::Command(command), used)) => {
-                let identity = zmtp::check_ready(command, "DEALER")?;
-                if !secret.is_empty() && !is_equal(identity, secret) {
-                    return Err(ZmtpError::Stranger.into());
-                }
-                break used;
-            }
-            Some((Frame::Message { .. }, _)) => return Err(ZmtpError::Ready.into()),
-            None => {}
-        }
-        if stream.read_buf(&mut inbox).await? == 0 {
-            return Err(io::Error::from(io::ErrorKind::UnexpectedEof).into());
-        }
+/// Sends the first of these bytes, and a descriptor with them; how many.
+async fn send_along(stream: &UnixStream, bytes: &[u8], along: &OwnedFd) -> io::Result<usize> {
+    let send = || {
+        let descriptors = [along.as_fd()];
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        control.push(SendAncillaryMessage::ScmRights(&descriptors));
+        let bytes = [IoSlice::new(bytes)];
+        sendmsg(stream, &bytes, &mut control, SendFlags::NOSIGNAL).map_err(io::Error::from)
     };
-    inbox.drain(..used);
-    stream.write_all(&zmtp::ready("ROUTER", b"")).await?;
-    Ok(inbox)
+    stream.async_io(Interest::WRITABLE, send).await
 }
 
 /// Compares in the same time wherever the two differ.

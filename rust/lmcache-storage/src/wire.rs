@@ -3,14 +3,16 @@
 //! ```text
 //! request  [version, message_id, kind, lookup_id, namespace, hashes]
 //! answer   [version, message_id, status, hit_chunks, lease_ms]
+//! places   [version, message_id, places]
 //! ```
 //!
 //! The array lengths are exact; whatever changes them changes [`VERSION`]. The first two fields keep their
 //! place in every version, so that a message of a foreign version can be refused by its id.
 
 use lmcache_core::hash::ChunkHash;
+use lmcache_memory::object::Place;
 use rmp::decode::{Bytes, read_array_len, read_bin_len, read_int, read_str_len};
-use rmp::encode::{write_array_len, write_bin, write_str, write_uint};
+use rmp::encode::{write_array_len, write_bin, write_bin_len, write_str, write_uint};
 use thiserror::Error;
 
 /// The protocol's version. There is one; others are refused.
@@ -27,11 +29,18 @@ pub const MAX_NAMESPACE_BYTES: usize = lmcache_core::key::MAX_NAMESPACE_BYTES;
 
 const REQUEST_FIELDS: u32 = 6;
 const ANSWER_FIELDS: u32 = 5;
+const PLACES_FIELDS: u32 = 3;
+
+/// Offset and length of a chunk, 64 bits each.
+const PLACE_BYTES: usize = 16;
 
 const LOOKUP: u64 = 1;
 const RELEASE: u64 = 2;
 const PING: u64 = 3;
 const CLEAR: u64 = 4;
+const LOCATE: u64 = 5;
+const DONE: u64 = 6;
+const MAP: u64 = 7;
 
 /// What a client asks.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -64,6 +73,29 @@ pub enum Request<'a> {
         /// Comes back in the answer.
         message_id: u64,
     },
+    /// Where are these chunks? They are held until they are done with. Answered by places.
+    Locate {
+        /// Comes back in the answer.
+        message_id: u64,
+        /// Names the lease that is shared, and the hold.
+        lookup_id: &'a str,
+        /// Everything but the tokens that decides a chunk's bytes.
+        namespace: &'a str,
+        /// A part of the prompt's chain.
+        hashes: Vec<ChunkHash>,
+    },
+    /// What was located is read. The answer has the number of chunks that were held.
+    Done {
+        /// Comes back in the answer.
+        message_id: u64,
+        /// Names the hold.
+        lookup_id: &'a str,
+    },
+    /// Asks for the descriptor of the pool's memory, which comes with the answer.
+    Map {
+        /// Comes back in the answer.
+        message_id: u64,
+    },
 }
 
 impl Request<'_> {
@@ -73,7 +105,10 @@ impl Request<'_> {
             Self::Lookup { message_id, .. }
             | Self::Release { message_id, .. }
             | Self::Ping { message_id }
-            | Self::Clear { message_id } => *message_id,
+            | Self::Clear { message_id }
+            | Self::Locate { message_id, .. }
+            | Self::Done { message_id, .. }
+            | Self::Map { message_id } => *message_id,
         }
     }
 }
@@ -188,6 +223,26 @@ pub fn encode_clear(message_id: u64) -> Vec<u8> {
     encode_request(message_id, CLEAR, "", "", &[])
 }
 
+/// A request for the places of chunks.
+pub fn encode_locate(
+    message_id: u64,
+    lookup_id: &str,
+    namespace: &str,
+    packed_hashes: &[u8],
+) -> Vec<u8> {
+    encode_request(message_id, LOCATE, lookup_id, namespace, packed_hashes)
+}
+
+/// Says that what was located is read.
+pub fn encode_done(message_id: u64, lookup_id: &str) -> Vec<u8> {
+    encode_request(message_id, DONE, lookup_id, "", &[])
+}
+
+/// A request for the pool's memory.
+pub fn encode_map(message_id: u64) -> Vec<u8> {
+    encode_request(message_id, MAP, "", "", &[])
+}
+
 fn encode_request(
     message_id: u64,
     kind: u64,
@@ -213,6 +268,41 @@ pub fn encode_answer(answer: &Answer) -> Vec<u8> {
     put_uint(&mut out, u64::from(answer.hit_chunks));
     put_uint(&mut out, u64::from(answer.lease_ms));
     out
+}
+
+/// The answer to a request for places.
+pub fn encode_places(message_id: u64, places: impl ExactSizeIterator<Item = Place>) -> Vec<u8> {
+    let len = places.len() * PLACE_BYTES;
+    let mut out = Vec::with_capacity(len + 24);
+    put_header(&mut out, PLACES_FIELDS, message_id);
+    let len = u32::try_from(len).expect("a message holds fewer than 2^28 hashes");
+    write_bin_len(&mut out, len).expect(WRITABLE);
+    for Place { offset, len } in places {
+        out.extend(offset.to_be_bytes());
+        out.extend(len.to_be_bytes());
+    }
+    out
+}
+
+/// Reads the answer to a request for places: the id of the request, and what it asked for.
+pub fn decode_places(message: &[u8]) -> Result<(u64, Vec<Place>), WireError> {
+    let malformed = WireError::Malformed {
+        num_bytes: message.len(),
+    };
+    let mut reader = Reader(message);
+    let (num_fields, version, message_id) = reader.header().ok_or(malformed.clone())?;
+    if version != VERSION {
+        return Err(WireError::ForeignVersion { found: version });
+    }
+    let packed = reader.binary().filter(|_| reader.is_at_end());
+    let packed = packed
+        .filter(|packed| num_fields == PLACES_FIELDS && packed.len().is_multiple_of(PLACE_BYTES));
+    let (numbers, _) = packed.ok_or(malformed)?.as_chunks::<8>();
+    let places = numbers.chunks_exact(2).map(|pair| Place {
+        offset: u64::from_be_bytes(pair[0]),
+        len: u64::from_be_bytes(pair[1]),
+    });
+    Ok((message_id, places.collect()))
 }
 
 /// Reads an answer.
@@ -258,7 +348,7 @@ pub fn decode_request(message: &[u8]) -> Result<Request<'_>, Refusal> {
         return Err(malformed);
     }
     let kind = reader.uint().ok_or(malformed)?;
-    if !matches!(kind, LOOKUP | RELEASE | PING | CLEAR) {
+    if !(LOOKUP..=MAP).contains(&kind) {
         return Err(refuse(Status::UnknownKind));
     }
     let (lookup_id, namespace, packed) = reader.body().ok_or(malformed)?;
@@ -267,26 +357,41 @@ pub fn decode_request(message: &[u8]) -> Result<Request<'_>, Refusal> {
     }
     let unused = |is_empty: bool| is_empty.then_some(()).ok_or(malformed);
     Ok(match kind {
-        LOOKUP => {
+        LOOKUP | LOCATE => {
             let hashes = ChunkHash::from_packed(packed).ok_or(malformed)?;
-            Request::Lookup {
-                message_id,
-                lookup_id,
-                namespace,
-                hashes,
+            match kind {
+                LOOKUP => Request::Lookup {
+                    message_id,
+                    lookup_id,
+                    namespace,
+                    hashes,
+                },
+                _ => Request::Locate {
+                    message_id,
+                    lookup_id,
+                    namespace,
+                    hashes,
+                },
             }
         }
-        RELEASE => {
+        RELEASE | DONE => {
             unused(namespace.is_empty() && packed.is_empty())?;
-            Request::Release {
-                message_id,
-                lookup_id,
+            match kind {
+                RELEASE => Request::Release {
+                    message_id,
+                    lookup_id,
+                },
+                _ => Request::Done {
+                    message_id,
+                    lookup_id,
+                },
             }
         }
         _ => {
             unused(lookup_id.is_empty() && namespace.is_empty() && packed.is_empty())?;
             match kind {
                 CLEAR => Request::Clear { message_id },
+                MAP => Request::Map { message_id },
                 _ => Request::Ping { message_id },
             }
         }
@@ -404,6 +509,32 @@ mod tests {
     }
 
     #[test]
+    fn places_have_the_documented_bytes() {
+        let place = Place {
+            offset: 4096,
+            len: 300,
+        };
+        let message = encode_places(300, [place].into_iter());
+        let mut expected = b"\x93\x01\xcd\x01\x2c\xc4\x10".to_vec();
+        expected.extend([0, 0, 0, 0, 0, 0, 0x10, 0, 0, 0, 0, 0, 0, 0, 1, 44]);
+        assert_eq!(message, expected);
+        assert_eq!(decode_places(&message), Ok((300, vec![place])));
+        for cut in 0..message.len() {
+            assert!(decode_places(&message[..cut]).is_err(), "{cut}");
+        }
+        let longer = [&message[..], &[0]].concat();
+        assert!(decode_places(&longer).is_err());
+        // A refusal is no list of places.
+        let refusal = encode_answer(&Answer {
+            message_id: 1,
+            status: Status::UnknownKind,
+            hit_chunks: 0,
+            lease_ms: 0,
+        });
+        assert!(decode_places(&refusal).is_err());
+    }
+
+    #[test]
     fn what_is_refused_is_refused_by_its_id() {
         assert_eq!(
             refusal(&request(6, 2, LOOKUP, &[])),
@@ -433,10 +564,12 @@ mod tests {
             refusal(&request(6, 1, CLEAR, &[0; 32])),
             refused(Status::Malformed)
         );
-        assert_eq!(
-            refusal(&request(6, 1, RELEASE, &[0; 32])),
-            refused(Status::Malformed)
-        );
+        for kind in [RELEASE, DONE, MAP] {
+            assert_eq!(
+                refusal(&request(6, 1, kind, &[0; 32])),
+                refused(Status::Malformed)
+            );
+        }
         let mut longer = encode_ping(77);
         longer.push(0);
         assert_eq!(refusal(&longer), refused(Status::Malformed));
@@ -500,11 +633,17 @@ mod tests {
         #[test]
         fn requests_round_trip((message_id, lookup_id, namespace, hashes) in lookup()) {
             let message = encode_lookup(message_id, &lookup_id, &namespace, &hashes.concat());
+            let locate = encode_locate(message_id, &lookup_id, &namespace, &hashes.concat());
             let hashes = hashes.into_iter().map(ChunkHash).collect();
+            let hashes: Vec<_> = hashes;
             let request = Request::Lookup {
-                message_id, lookup_id: &lookup_id, namespace: &namespace, hashes,
+                message_id, lookup_id: &lookup_id, namespace: &namespace, hashes: hashes.clone(),
             };
             prop_assert_eq!(decode_request(&message), Ok(request));
+            let request = Request::Locate {
+                message_id, lookup_id: &lookup_id, namespace: &namespace, hashes,
+            };
+            prop_assert_eq!(decode_request(&locate), Ok(request));
             let message = encode_release(message_id, &lookup_id);
             let request = Request::Release { message_id, lookup_id: &lookup_id };
             prop_assert_eq!(decode_request(&message), Ok(request));
@@ -512,12 +651,29 @@ mod tests {
             prop_assert_eq!(decode_request(&message), Ok(Request::Ping { message_id }));
             let message = encode_clear(message_id);
             prop_assert_eq!(decode_request(&message), Ok(Request::Clear { message_id }));
+            let message = encode_map(message_id);
+            prop_assert_eq!(decode_request(&message), Ok(Request::Map { message_id }));
+            let message = encode_done(message_id, &lookup_id);
+            let request = Request::Done { message_id, lookup_id: &lookup_id };
+            prop_assert_eq!(decode_request(&message), Ok(request));
+        }
+
+        #[test]
+        fn places_round_trip(
+            message_id in any::<u64>(),
+            places in proptest::collection::vec(any::<(u64, u64)>(), 0..20),
+        ) {
+            let places: Vec<Place> =
+                places.into_iter().map(|(offset, len)| Place { offset, len }).collect();
+            let message = encode_places(message_id, places.iter().copied());
+            prop_assert_eq!(decode_places(&message), Ok((message_id, places)));
         }
 
         #[test]
         fn any_bytes_are_read_or_refused(message in proptest::collection::vec(any::<u8>(), 0..400)) {
             let _ = decode_request(&message);
             let _ = decode_answer(&message);
+            let _ = decode_places(&message);
         }
 
         #[test]

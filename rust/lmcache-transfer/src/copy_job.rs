@@ -7,6 +7,7 @@ use std::time::Instant;
 
 use lmcache_core::layout::{CopyPlan, Placement};
 use lmcache_memory::object::{ChunkMut, MemoryObj};
+use lmcache_memory::region::ForeignChunk;
 
 use crate::error::TransferError;
 use crate::host::PagedCache;
@@ -38,8 +39,8 @@ impl ChunkSpan<'_> {
 
 /// Chunks that are being moved between an engine's cache and the store.
 ///
-/// `C` is [`ChunkMut`] on the way in (a store) and [`MemoryObj`] on the way out (a load), or a borrowed slice
-/// of either kind; the job owns them, so nothing can be evicted or published under a copy. Layers may be stepped in any order, more than
+/// `C` is [`ChunkMut`] on the way in (a store) and [`MemoryObj`] on the way out (a load), or [`ForeignChunk`] there, or
+/// a borrowed slice of either kind; the job owns them, so nothing can be evicted or published under a copy. Layers may be stepped in any order, more than
 /// once, or not at all.
 #[derive(Debug)]
 pub struct CopyJob<C> {
@@ -117,6 +118,13 @@ macro_rules! layers {
 layers!(ChunkMut, &mut Self, "Gathers", gather, ChunkMut::bytes_mut);
 layers!(&mut [u8], &mut Self, "Gathers", gather, |chunk| chunk);
 layers!(MemoryObj, &Self, "Scatters", scatter, MemoryObj::bytes);
+layers!(
+    ForeignChunk,
+    &Self,
+    "Scatters",
+    scatter,
+    ForeignChunk::bytes
+);
 layers!(&[u8], &Self, "Scatters", scatter, |chunk| chunk);
 
 impl<C> CopyJob<C> {

@@ -51,6 +51,9 @@ pub enum TransferError {
         /// Bytes of the object.
         found: usize,
     },
+    /// Only whole blocks come out of another process's pool.
+    #[error("a load out of another process's pool was given slots; give it a block table")]
+    NoBlockTable,
     /// A layer that is not there.
     #[error("layer {layer} of a cache of {num_layers} layers; count layers from 0")]
     NoSuchLayer {

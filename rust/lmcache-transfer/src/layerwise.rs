@@ -270,12 +270,12 @@ pub(crate) fn reserve<'a>(
 }
 
 /// What of the objects is to be written: those that hold tokens from `skip` on.
-pub(crate) fn to_write<'a>(
+pub(crate) fn to_write<'a, C>(
     layout: &PagedLayout,
     chunks: &'a Chunks<'_>,
-    objects: Vec<(usize, MemoryObj)>,
+    objects: Vec<(usize, C)>,
     skip: usize,
-) -> impl Iterator<Item = Part<'a, MemoryObj>> {
+) -> impl Iterator<Item = Part<'a, C>> {
     let block_tokens = layout.block_tokens();
     objects.into_iter().filter_map(move |(index, object)| {
         let start = index * chunks.chunk_size;

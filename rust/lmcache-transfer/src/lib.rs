@@ -3,7 +3,7 @@
 //! [`copy_job::CopyJob`] pairs chunks with their plans and is stepped a layer at a time; [`host`] does the
 //! copies in host memory, [`cuda`] those of a GPU. [`layerwise`] is the walk of a request's chunks into the store
 //! and out of it, [`flow`] the same in one call, [`pipeline`] lets loads run ahead of the layers that an engine
-//! computes, and [`background`] takes whole transfers over. [`layer_copy`] moves one layer of memory that the caller
+//! computes, and [`background`] takes whole transfers over. [`shared_load`] is the way out of another process's store. [`layer_copy`] moves one layer of memory that the caller
 //! brings, and [`rope`] turns keys to other positions.
 
 pub mod background;
@@ -16,3 +16,4 @@ pub mod layer_copy;
 pub mod layerwise;
 pub mod pipeline;
 pub mod rope;
+pub mod shared_load;

@@ -21,6 +21,8 @@ pub(crate) struct Shared {
     pub(super) bank: Weak<Bank>,
     pub(super) capacity: u64,
     pub(super) lease: Duration,
+    /// Processes that take what one lookup leases, this one included.
+    pub(super) num_takers: u32,
     pub(super) state: Mutex<Books>,
 }
 

@@ -219,6 +219,77 @@ fn a_pool_of_one_chunk_still_answers() {
     assert_eq!(cpu.lookup("r", "ns", &chain).num_chunks, 1);
 }
 
+fn shared_store_of(pages: u64, num_readers: u32) -> LocalCpu {
+    LocalCpu::shared(pages * PAGE, LEASE, Policy::default(), num_readers).expect("a few pages")
+}
+
+#[test]
+fn a_lease_that_others_read_is_held_until_the_last_has_taken_its_share() {
+    let cpu = shared_store_of(8, 2);
+    let chain = hashes(1..=4);
+    store(&cpu, &chain);
+    assert_eq!(cpu.lookup("r", "ns", &chain).num_chunks, 4);
+    for num_leases in [1, 1, 0] {
+        assert_eq!(cpu.take("r", "ns", &chain).len(), 4);
+        assert_eq!(cpu.audit().num_leases, num_leases);
+        // Whatever is not leased makes room.
+        let reserved = cpu.reserve("ns", &hashes(100..108), 0, |_| PAGE_BYTES);
+        assert_eq!(reserved.chunks.len(), if num_leases > 0 { 4 } else { 8 });
+    }
+    assert_books_balance(&cpu);
+}
+
+#[test]
+fn a_released_lease_ends_whoever_has_not_taken_its_share() {
+    let cpu = shared_store_of(4, 1);
+    let chain = hashes(1..=2);
+    store(&cpu, &chain);
+    cpu.lookup("r", "ns", &chain);
+    drop(cpu.take("r", "ns", &chain));
+    assert!(cpu.release("r"));
+    assert_books_balance(&cpu);
+    // Asked anew, it has all its shares again.
+    cpu.lookup("r", "ns", &chain);
+    drop(cpu.take("r", "ns", &chain));
+    assert_eq!(cpu.audit().num_leases, 1);
+    drop(cpu.take("r", "ns", &chain));
+    assert_books_balance(&cpu);
+}
+
+#[test]
+fn a_part_of_a_chain_is_taken_out_of_its_lease_even_when_it_is_found_no_more() {
+    let cpu = shared_store_of(8, 1);
+    let chain = hashes(1..=4);
+    store(&cpu, &chain);
+    cpu.lookup("r", "ns", &chain);
+    cpu.clear();
+    let part = cpu.take_part(&chain[2..], "r", "ns");
+    let firsts: Vec<u8> = part.iter().map(|object| object.bytes()[0]).collect();
+    assert_eq!(firsts, [3, 4]);
+    assert_eq!(
+        cpu.take_part(&hashes([9]), "r", "ns").len(),
+        0,
+        "no part of it"
+    );
+    assert_eq!(
+        cpu.take("r", "ns", &chain).len(),
+        0,
+        "both shares are taken"
+    );
+    drop(part);
+    assert_books_balance(&cpu);
+}
+
+#[test]
+fn only_a_pool_that_others_read_can_be_mapped_and_only_while_it_is_open() {
+    assert!(store_of(2).descriptor().is_none());
+    assert!(shared_store_of(2, 0).descriptor().is_none());
+    let cpu = shared_store_of(2, 1);
+    assert!(cpu.descriptor().is_some());
+    cpu.close();
+    assert!(cpu.descriptor().is_none());
+}
+
 #[test]
 fn leases_end_by_themselves() {
     let cpu = LocalCpu::new(4 * PAGE, Duration::from_millis(20)).expect("pages");
