@@ -560,14 +560,14 @@ def test_a_fault_while_describing_a_step_fails_that_load_and_no_other(
 ) -> None:
     broken, _ = promised(pair, CHUNK + 2)
     fine, _ = promised(pair, 2 * CHUNK + 2)
-    describe = pair.scheduler._describe
+    describe = pair.scheduler._steps._describe
 
     def fails_for_one(tracker, *arguments):  # type: ignore[no-untyped-def]
         if tracker.request is broken:
             raise RuntimeError("planted")
         return describe(tracker, *arguments)
 
-    monkeypatch.setattr(pair.scheduler, "_describe", fails_for_one)
+    monkeypatch.setattr(pair.scheduler._steps, "_describe", fails_for_one)
     loaded_before = pair.worker.counters()["loaded_chunks"]
     pair.step({broken: 2, fine: 2})
     assert pair.failed == set(pair.tables[broken.request_id][: CHUNK // BLOCK])
