@@ -81,6 +81,7 @@ class Ranks(Pair):
             max_local_cpu_size=self.pool_chunks * CHUNK_BYTES / 2**30,
             log_requests=False,
             lookup_timeout_ms=2_000,
+            refuse_slow_loads=False,
         )
         engine_start = f"test-{next(engine_ids)}"
         self.faults = Faults()

@@ -19,6 +19,7 @@ from lmcache_rs.vllm_v1.identity import (
     RequestIdentity,
 )
 from lmcache_rs.vllm_v1.load_choice import LoadChoice
+from lmcache_rs.vllm_v1.load_costs import NEVER, LoadCosts, Verdict
 from lmcache_rs.vllm_v1.metadata import (
     NULL_BLOCK,
     ONLY_RANK,
@@ -26,7 +27,7 @@ from lmcache_rs.vllm_v1.metadata import (
     LMCacheWorkerMetadata,
     LoadSpec,
 )
-from lmcache_rs.vllm_v1.prefetches import AskedPrefetches
+from lmcache_rs.vllm_v1.prefetches import AskedPrefetches, Brought
 from lmcache_rs.vllm_v1.ranks import RankBooks, RankNames
 from lmcache_rs.vllm_v1.steps import StepDescriber, first_of
 from lmcache_rs.vllm_v1.tracker import RequestTracker
@@ -73,6 +74,7 @@ class LMCacheSchedulerHalf:
         self._load_choice = load_choice or LoadChoice(config.max_sync_load_ms, token_bytes=0)
         # Where there are tiers below host memory.
         self._prefetches: AskedPrefetches | None = None
+        self._costs = LoadCosts(config.chunk_size) if config.refuse_slow_loads else None
         self._engine_start = engine_start
         self._chunk_size = config.chunk_size
         self._identities = identities or Identities(config, metadata)
@@ -102,6 +104,9 @@ class LMCacheSchedulerHalf:
             "hit_tokens": 0,
             "stored_tokens": 0,
             "bypassed_requests": 0,
+            "refused_loads": 0,
+            "given_up_loads": 0,
+            "probes": 0,
         }
         self.faults = faults
         self._steps = StepDescriber(
@@ -178,15 +183,49 @@ class LMCacheSchedulerHalf:
         prefetches = self._prefetches
         if prefetches is None or hit_chunks is None or hit_chunks * HASH_BYTES == len(hashes):
             return hit_chunks
-        if prefetches.is_pending(req_id, namespace, hashes):
+        verdict = Verdict()
+        if self._costs is not None and not prefetches.is_known(req_id, namespace, hashes):
+            verdict = self._costs.judge(len(hashes) // HASH_BYTES - hit_chunks)
+            if verdict.is_refused or prefetches.is_held_up:
+                prefetches.refuse(req_id, namespace, hashes)
+                self.counts["refused_loads"] += 1
+            if verdict.refused_tiers and not prefetches.is_held_up:
+                self._probe(prefetches, verdict, namespace, hashes, hit_chunks)
+        of = verdict.least_chunks, verdict.compute_s
+        if prefetches.is_pending(req_id, namespace, hashes, *of):
             if prefetches.is_new(req_id):
                 self._steps.note_contents(tracker, len(hashes) // HASH_BYTES)
             return None
         if prefetches.settle(req_id):
             # Asked before the chunks were there; the lease stays, and is renewed.
             client.end(req_id, release=False)
-            hit_chunks = client.lookup(hashes, req_id, namespace)
+            found, hit_chunks = hit_chunks, client.lookup(hashes, req_id, namespace)
+            if hit_chunks and self._costs is not None and self._costs.cuts_a_chunk:
+                hit_chunks = max(found, hit_chunks - 1)
         return hit_chunks
+
+    def _probe(
+        self,
+        prefetches: AskedPrefetches,
+        verdict: Verdict,
+        namespace: str,
+        hashes: bytes,
+        hit_chunks: int,
+    ) -> None:
+        """Has a little of what is refused read in the background, if that is due."""
+        assert self._costs is not None
+        num_missing, now = len(hashes) // HASH_BYTES - hit_chunks, time.monotonic()
+        due = self._costs.begin_probe(verdict, num_missing, now)
+        if due is None:
+            return
+        tier, num_chunks = due
+        self.counts["probes"] += 1
+        # No request of vLLM's is called so.
+        probe_id = f"\0probe {self.counts['probes']}"
+        others = {other: NEVER for other in self._costs.all_tiers() if other != tier}
+        end = (hit_chunks + num_chunks) * HASH_BYTES
+        prefetches.probe(probe_id, namespace, hashes[:end], others)
+        self._costs.start_probe(tier, probe_id, now)
 
     def _awaits_workers(self) -> bool:
         """Whether the engine has just started over tiers that may hold what is asked for: its
@@ -257,6 +296,11 @@ class LMCacheSchedulerHalf:
         self._steps.describe(metadata, scheduler_output, to_ask=self._to_ask, awaited=self._awaited)
         # They are on their way to the worker half only from here on.
         self._to_ask -= metadata.fences.awaited
+        if self._costs is not None and self._prefetches is not None:
+            number, num_tokens = metadata.fences.step, sum(step.values())
+            loads = metadata.loads_in_step
+            now = time.monotonic()
+            metadata.is_timed = self._costs.begin_step(number, num_tokens, now, loads=loads)
         return metadata
 
     def _begin_step(self, metadata: LMCacheConnectorMetadata, *, is_empty: bool) -> None:
@@ -302,6 +346,8 @@ class LMCacheSchedulerHalf:
         outcome = connector_output.kv_connector_worker_meta
         if isinstance(outcome, LMCacheWorkerMetadata):
             self._take_in(outcome.of_ranks())
+        if self._costs is not None:
+            self._costs.note_outcome(time.monotonic())
         self._log_finished()
 
     def _take_in(self, told_by_ranks: list[LMCacheWorkerMetadata]) -> None:
@@ -322,10 +368,23 @@ class LMCacheSchedulerHalf:
                 self.faults.note("update_connector_output", error)
         if self._prefetches is not None:
             for told in told_by_ranks:
-                self._prefetches.done(told.rank, told.prefetched)
+                brought = self._prefetches.done(told.rank, told.prefetched)
+                if self._costs is not None:
+                    self._learn(self._costs, told, brought)
         self._load_choice.measured(self._books.load_bytes_per_second)
         self.counts["hit_tokens"] = self._books.loaded_tokens
         self.counts["stored_tokens"] = self._books.stored_tokens
+
+    def _learn(self, costs: LoadCosts, told: LMCacheWorkerMetadata, brought: list[Brought]) -> None:
+        now = time.monotonic()
+        costs.has_tiers(told.rank, told.lower_tiers)
+        if told.timed_step is not None:
+            costs.end_step(told.timed_step, now)
+        waits = {each.req_id: each.seconds for each in brought if each.is_alone}
+        costs.take_in(told.rank, told.tier_reads, waits)
+        for each in brought:
+            costs.end_probe(each.req_id, now)
+        costs.copied_chunk_s = self._load_choice.seconds(self._chunk_size)
 
     def _find_workers(self) -> None:
         if self._client is not None:
@@ -424,6 +483,10 @@ class LMCacheSchedulerHalf:
     def take_round_trips(self) -> list[float]:
         """Seconds that lookups took since the last call, where they go to another process."""
         return [] if self._client is None else self._client.take_round_trips()
+
+    def chunk_seconds(self) -> Mapping[str, float]:
+        """Seconds of a chunk by where it comes from, as far as they are known."""
+        return {} if self._costs is None else self._costs.chunk_seconds()
 
     def counters(self) -> dict[str, Any]:
         """What has happened since the start."""
