@@ -113,9 +113,7 @@ def test_surprises_of_both_kinds_are_noise() -> None:
     assert cost.is_known
 
 
-def test_a_read_that_ends_early_counts_with_its_pace_and_one_that_gives_nothing_as_half_a_chunk() -> (
-    None
-):
+def test_a_read_that_ends_early_counts_with_its_pace_and_an_empty_one_as_half_a_chunk() -> None:
     cost = ReadCost()
     for came, seconds in ((4, 1.0), (2, 1.0), (0, 1.0)):
         cost.note(read(8, seconds, came=came))
