@@ -270,6 +270,20 @@ def test_a_probe_that_nobody_answers_does_not_end_all_probing() -> None:
     assert costs.begin_probe(costs.judge(16), 16, 61.0) is not None
 
 
+def test_who_is_refused_for_the_waiting_alone_waits_again_some_day() -> None:
+    costs = costs_of({(RANK, "disk"): lambda n: n * CHUNK_S / 10})
+    costs.take_in(RANK, [], {f"r{number}": 100 * CHUNK_S for number in range(8)})
+    for number in range(9):
+        verdict = costs.judge(8)
+        if not verdict.is_refused:
+            break
+        now = number * 1000.0
+        assert costs.begin_probe(verdict, 8, now) is not None
+        costs.start_probe("disk", "probe", now)
+        costs.end_probe("probe", now + CHUNK_S / 10)
+    assert not costs.judge(8).is_refused
+
+
 # --- the promise, on a clock that is a number -----------------------------------------------------
 
 

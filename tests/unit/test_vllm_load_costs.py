@@ -274,7 +274,8 @@ def test_what_was_given_up_holds_up_until_it_is_there_and_is_let_go_of_then(cloc
     assert asked.done(ONLY_RANK, ["a"]) == []
     assert asked.is_held_up
     (brought,) = asked.done(Rank(0, 0, 1), ["a"])
-    assert (brought.req_id, brought.seconds, brought.is_alone) == ("a", 1.0, True)
+    assert (brought.req_id, brought.seconds) == ("a", 1.0)
+    assert not brought.is_alone, "when nobody waits any more, it is heard of late"
     assert not asked.is_held_up
     assert asked.take_orders().ended == ["a"]
 
@@ -312,3 +313,5 @@ def test_who_is_asked_for_beside_others_says_nothing_of_waiting(clock: Clock) ->
     asked.is_pending("a", "n", hashes(2, 1), {}, 0.5)
     asked.is_pending("b", "n", hashes(2, 2), {}, 0.5)
     assert [each.is_alone for each in asked.done(ONLY_RANK, ["a", "b"])] == [True, False]
+    asked.probe("probe", "n", hashes(2, 3), {})
+    assert [each.is_alone for each in asked.done(ONLY_RANK, ["probe"])] == [False]

@@ -342,6 +342,9 @@ class LoadCosts:
         if probe is not None and probe.lookup_id == lookup_id:
             pause = max(SHORTEST_PAUSE_S, PROBE_PAUSE * (now - probe.began))
             self._next_probe[probe.tier] = now + pause
+            # Who is refused for the waiting alone would never wait again, nor learn of its end.
+            if self._waits:
+                self._waits.popleft()
             self._probe = None
 
     # --- for operators ------------------------------------------------------------------------

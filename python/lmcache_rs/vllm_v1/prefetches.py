@@ -50,7 +50,8 @@ class Brought(NamedTuple):
     Args:
         req_id: For whom.
         seconds: Since they were asked for.
-        is_alone: Whether nobody was waiting for others then.
+        is_alone: Whether its request has waited until now, and nobody was waiting when it asked.
+            What nobody waits for is heard of with the end of a step, however long that took.
     """
 
     req_id: str
@@ -180,8 +181,9 @@ class AskedPrefetches:
             asked.awaited.discard(rank)
             if asked.awaited:
                 continue
+            is_alone = asked.is_alone and not asked.is_over and not asked.is_probe
             asked.is_over = True
-            brought.append(Brought(req_id, time.monotonic() - asked.began, asked.is_alone))
+            brought.append(Brought(req_id, time.monotonic() - asked.began, is_alone))
             is_given_up = self._given_up.pop(req_id, None) is not None
             if asked.is_probe:
                 self.end(req_id)
