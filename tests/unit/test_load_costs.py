@@ -220,6 +220,10 @@ def test_without_estimates_it_loads() -> None:
     costs = costs_of({(RANK, "disk"): lambda n: 0.0})
     costs.has_tiers(RANK, ["disk", "new"])
     assert not costs.judge(16).is_refused
+    for number in range(READS_TO_KNOW):
+        assert "new" not in costs.judge(16).least_chunks, f"after {number} reads"
+        costs.take_in(RANK, [read(4, 10.0, tier="new")], {})
+    assert costs.judge(16).refused_tiers == ["new"]
     nothing = LoadCosts(CHUNK)
     step(nothing, CHUNK, step(nothing, CHUNK))
     assert not nothing.judge(16).is_refused
@@ -255,6 +259,7 @@ def test_a_probe_is_small_and_its_pause_as_long_as_it_was() -> None:
             assert costs.begin_probe(verdict, 16, now) is None
             took = chunks * CHUNK_S * 4
             reading += took
+            costs.take_in(RANK, [read(chunks, took, of=f"probe {number}")], {})
             costs.end_probe(f"probe {number}", now + took)
     assert len(sizes) > 5
     assert reading <= now / PROBE_PAUSE + 0.5

@@ -194,6 +194,7 @@ class _Probe:
     tier: str
     lookup_id: str
     began: float
+    read_s: float = 0.0
 
 
 class LoadCosts:
@@ -257,6 +258,8 @@ class LoadCosts:
         for read in reads:
             self._reads.setdefault((rank, read.tier), ReadCost()).note(read)
             read_s[read.lookup_id] = read_s.get(read.lookup_id, 0.0) + read.seconds
+            if self._probe is not None and read.lookup_id == self._probe.lookup_id:
+                self._probe.read_s += read.seconds
         for lookup_id, waited in waits.items():
             self._waits.append(max(0.0, waited - read_s.get(lookup_id, 0.0)))
 
@@ -340,7 +343,8 @@ class LoadCosts:
         """A probe is over, whatever it gave."""
         probe = self._probe
         if probe is not None and probe.lookup_id == lookup_id:
-            pause = max(SHORTEST_PAUSE_S, PROBE_PAUSE * (now - probe.began))
+            # Not since it began: its end is heard of with the end of a step.
+            pause = max(SHORTEST_PAUSE_S, PROBE_PAUSE * probe.read_s)
             self._next_probe[probe.tier] = now + pause
             # Who is refused for the waiting alone would never wait again, nor learn of its end.
             if self._waits:
