@@ -2,8 +2,9 @@
 
 Every engine lives in a process of its own, forked from a server that has imported
 vLLM once. ``inproc`` keeps scheduler and worker together in that process; ``mp`` is
-vLLM's default: an engine process and a worker process beneath it; ``async`` is the same
-beneath the asynchronous engine of vLLM's servers.
+vLLM's default: an engine process and a worker process beneath it, forked like the first
+unless the spec says ``spawned``; ``async`` is the same beneath the asynchronous engine of
+vLLM's servers.
 """
 
 from __future__ import annotations
@@ -105,6 +106,8 @@ class EngineSpec:
     options: str = "{}"
     # Anything else may use the same model from a folder of its own.
     model_path: str | None = None
+    # vLLM starts its processes as it does for its users on CPU: each imports everything again.
+    spawned: bool = False
 
     @property
     def has_probe(self) -> bool:

@@ -39,6 +39,8 @@ def serve(pipe: Any, spec: EngineSpec, environment: dict[str, str], log: str) ->
     os.environ.update(environment)
     if HERE not in sys.path:
         sys.path.insert(0, HERE)
+    if not spec.spawned:
+        _fork_beneath(pipe)
     try:
         llms = [_start(spec)]
     except BaseException:
@@ -72,6 +74,22 @@ def serve(pipe: Any, spec: EngineSpec, environment: dict[str, str], log: str) ->
         with contextlib.suppress(Exception):
             llm.llm_engine.engine_core.shutdown()
     sys.stdout.flush()
+
+
+def _fork_beneath(pipe: Any) -> None:
+    """Has vLLM fork its processes, as it does by default elsewhere: this one has imported vLLM, and
+    on CPU each process would import it again."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    as_given = CpuPlatform.check_and_update_config
+
+    def check_and_update_config(vllm_config: Any) -> None:
+        as_given(vllm_config)
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+
+    CpuPlatform.check_and_update_config = staticmethod(check_and_update_config)
+    # Whoever waits for this process sees it end, whatever is still there beneath it.
+    os.register_at_fork(after_in_child=pipe.close)
 
 
 def _start(spec: EngineSpec) -> Any:

@@ -69,7 +69,8 @@ def test_switched_off_by_the_environment(baseline: Baseline) -> None:
 
 @pytest.mark.parametrize("layout", ["inproc", "mp"])
 def test_registered_name_hits(baseline: Baseline, layout: str) -> None:
-    hits, _ = serve_twice(replace(PLAIN, layout=layout), baseline, f"registered {layout}")
+    spec = replace(PLAIN, layout=layout, spawned=True)
+    hits, _ = serve_twice(spec, baseline, f"registered {layout}")
     assert hits == [0, 192]
 
 

@@ -2,14 +2,14 @@
 //!
 //! What must keep its order against a `clear` or a reset is done by whoever hands over: a store has its memory
 //! and a load its leases when [`Queue::begin`] is called. The rest, copy and commit, is a thread's, one after
-//! the other, loads before stores: a request waits for its load, and nobody for a store. The thread has a queue
-//! of its own beside [`crate::pipeline::Copier`]'s, which goes at the pace of the engine that asks for layers.
+//! the other. Loads have a thread and stores have one: a request waits for its load, and nobody for a store, so
+//! the second one leaves the processor to whoever wants it. Both have queues of their own beside
+//! [`crate::pipeline::Copier`]'s, which goes at the pace of the engine that asks for layers.
 //!
-//! Nothing depends on the thread: who waits for a transfer that nobody has begun does it himself, and without a
+//! Nothing depends on the threads: who waits for a transfer that nobody has begun does it himself, and without a
 //! thread the caller does it at once. So is a load on the engine's only core: its request waits for just that
 //! work, which is not done sooner beside an engine that asks again and again whether it is done. A store goes to
-//! the thread there, too: the step's answer leaves before the copy, as the thread takes no processor from who
-//! wakes it.
+//! its thread there, too: the step's answer leaves before the copy.
 //!
 //! The blocks of a transfer are its own until [`Transfer::is_done`]. It goes to its end whether or not anybody
 //! keeps the handle; a panic in it is its outcome.
@@ -102,7 +102,7 @@ impl Work for LoadJob {
     }
 }
 
-/// Transfers in the order they are done in, and the thread that does them. It starts with the first transfer
+/// Transfers in the order they are done in, and the threads that do them: each starts with its first transfer,
 /// and ends with the value, or its close.
 #[derive(Debug)]
 pub struct Queue {
@@ -112,19 +112,35 @@ pub struct Queue {
 #[derive(Debug, Default)]
 struct Shared {
     line: Mutex<Line>,
-    arrived: Condvar,
+    awaited_arrived: Condvar,
+    others_arrived: Condvar,
     bucket: Option<Bucket>,
 }
 
 #[derive(Debug, Default)]
 struct Line {
-    /// Every transfer that has not ended; those somebody waits for before the others.
-    awaited: VecDeque<Arc<Ticket>>,
-    others: VecDeque<Arc<Ticket>>,
-    thread: Option<JoinHandle<()>>,
+    /// What somebody waits for.
+    awaited: Side,
+    others: Side,
     /// Whether a thread has a core to itself; asked once.
     has_room: Option<bool>,
     is_closed: bool,
+}
+
+#[derive(Debug, Default)]
+struct Side {
+    /// Those that have not ended.
+    tickets: VecDeque<Arc<Ticket>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Line {
+    fn side(&mut self, is_awaited: bool) -> &mut Side {
+        match is_awaited {
+            true => &mut self.awaited,
+            false => &mut self.others,
+        }
+    }
 }
 
 impl Queue {
@@ -157,35 +173,35 @@ impl Queue {
             return transfer;
         }
         let goes_along = bytes > 0 && self.shared.has_thread(&mut line, is_awaited);
-        let side = match is_awaited {
-            true => &mut line.awaited,
-            false => &mut line.others,
-        };
         // In the line in any case: a close waits for it.
-        side.push_back(Arc::clone(&ticket));
+        let side = line.side(is_awaited);
+        side.tickets.push_back(Arc::clone(&ticket));
         drop(line);
         if goes_along {
-            self.shared.arrived.notify_one();
+            self.shared.arrived(is_awaited).notify_one();
         } else {
             self.shared.carry_out(&ticket);
         }
         transfer
     }
 
-    /// Calls off what nobody has begun, waits for what is under way, and ends the thread. Idempotent.
+    /// Calls off what nobody has begun, waits for what is under way, and ends the threads. Idempotent.
     pub fn close(&self) {
         let mut line = lock(&self.shared.line);
         line.is_closed = true;
-        let mut left: Vec<_> = line.awaited.drain(..).collect();
-        left.extend(line.others.drain(..));
-        let thread = line.thread.take();
+        let mut left = Vec::new();
+        let threads = [true, false].map(|is_awaited| {
+            let side = line.side(is_awaited);
+            left.extend(side.tickets.drain(..));
+            self.shared.arrived(is_awaited).notify_all();
+            side.thread.take()
+        });
         drop(line);
-        self.shared.arrived.notify_all();
         left.retain(|ticket| !ticket.call_off());
         for ticket in left {
             ticket.wait(None);
         }
-        if let Some(thread) = thread {
+        for thread in threads.into_iter().flatten() {
             // It catches what panics; there is nothing to hear from it.
             let _ = thread.join();
         }
@@ -208,32 +224,45 @@ impl Shared {
         if is_awaited && !has_room {
             return false;
         }
-        if line.thread.is_none() {
+        let side = line.side(is_awaited);
+        if side.thread.is_none() {
             let shared = Arc::clone(self);
-            let named = thread::Builder::new().name("lmcache-transfer".into());
-            line.thread = named.spawn(move || shared.serve()).ok();
+            let name = if is_awaited {
+                "lmcache-loads"
+            } else {
+                "lmcache-stores"
+            };
+            let named = thread::Builder::new().name(name.into());
+            side.thread = named.spawn(move || shared.serve(is_awaited)).ok();
         }
-        line.thread.is_some()
+        side.thread.is_some()
     }
 
-    fn serve(&self) {
-        stand_back();
-        while let Some(ticket) = self.next() {
+    fn arrived(&self, is_awaited: bool) -> &Condvar {
+        match is_awaited {
+            true => &self.awaited_arrived,
+            false => &self.others_arrived,
+        }
+    }
+
+    fn serve(&self, is_awaited: bool) {
+        stand_back(!is_awaited);
+        while let Some(ticket) = self.next(is_awaited) {
             self.carry_out(&ticket);
         }
     }
 
-    fn next(&self) -> Option<Arc<Ticket>> {
+    fn next(&self, is_awaited: bool) -> Option<Arc<Ticket>> {
         let mut line = lock(&self.line);
         loop {
             if line.is_closed {
                 return None;
             }
-            let mut tickets = line.awaited.iter().chain(&line.others);
+            let mut tickets = line.side(is_awaited).tickets.iter();
             if let Some(ticket) = tickets.find(|ticket| ticket.is_waiting()) {
                 return Some(Arc::clone(ticket));
             }
-            line = sleep(&self.arrived, line);
+            line = sleep(self.arrived(is_awaited), line);
         }
     }
 
@@ -249,8 +278,8 @@ impl Shared {
         ticket.end(outcome.map_err(|panic| panic_text(&*panic)));
         let mut line = lock(&self.line);
         let is_other = |other: &Arc<Ticket>| !Arc::ptr_eq(other, ticket);
-        line.awaited.retain(is_other);
-        line.others.retain(is_other);
+        line.awaited.tickets.retain(is_other);
+        line.others.tickets.retain(is_other);
     }
 }
 
@@ -527,36 +556,33 @@ mod tests {
     }
 
     #[test]
-    fn loads_go_before_stores_and_each_kind_in_its_order() {
+    fn loads_wait_for_no_store_and_each_kind_keeps_its_order() {
         let queue = queue();
         let (begun, hears) = channel();
-        let names = [
-            ("a", false),
-            ("b", false),
-            ("c", true),
-            ("d", true),
-            ("e", false),
-        ];
-        let mut opens = Vec::new();
-        let mut transfers = Vec::new();
-        for (name, is_awaited) in names {
+        let mut gates = Vec::new();
+        let mut hand_over = |name, is_awaited| {
             let (work, open) = gate(name, is_awaited, &begun);
-            transfers.push(queue.begin(work));
-            opens.push(open);
-            if name == "a" {
-                assert_eq!(hears.recv(), Ok("a"));
-            }
-        }
-        opens
-            .iter()
-            .for_each(|open| open.send(()).expect("it waits"));
-        let order: Vec<_> = (0..4).map(|_| hears.recv().expect("begins")).collect();
-        assert_eq!(order, ["c", "d", "b", "e"]);
-        assert!(
-            transfers
-                .iter()
-                .all(|transfer| transfer.wait(Some(Duration::from_secs(60))))
-        );
+            gates.push((queue.begin(work), open));
+        };
+        let hear = || hears.recv_timeout(Duration::from_secs(60));
+        hand_over("store", false);
+        assert_eq!(hear(), Ok("store"));
+        hand_over("next store", false);
+        hand_over("load", true);
+        assert_eq!(hear(), Ok("load"), "behind a store that is under way");
+        hand_over("next load", true);
+        hand_over("last store", false);
+        let open = |(transfer, open): &(Transfer, Sender<()>)| {
+            open.send(()).expect("it waits");
+            assert!(transfer.wait(Some(Duration::from_secs(60))));
+        };
+        open(&gates[2]);
+        assert_eq!(hear(), Ok("next load"));
+        open(&gates[0]);
+        assert_eq!(hear(), Ok("next store"));
+        open(&gates[1]);
+        assert_eq!(hear(), Ok("last store"));
+        [3, 4].iter().for_each(|at| open(&gates[*at]));
     }
 
     #[test]
@@ -631,6 +657,6 @@ mod tests {
         let transfer = queue.begin(store(&cpu, &engine));
         assert!(transfer.is_done());
         assert_eq!(stored(&transfer).chunks, 0);
-        assert!(lock(&queue.shared.line).thread.is_none());
+        assert!(lock(&queue.shared.line).others.thread.is_none());
     }
 }

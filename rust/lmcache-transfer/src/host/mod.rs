@@ -189,9 +189,9 @@ impl PagedCache {
     }
 }
 
-/// For a thread whose work nobody is to be kept from his own by.
-pub(crate) fn stand_back() {
-    pool::stand_back();
+/// For a thread whose work nobody is to be kept from his own by; `far` if nobody waits for it either.
+pub(crate) fn stand_back(far: bool) {
+    pool::stand_back(far);
 }
 
 /// Panics if the plan's part of a chunk does not fit into `len` bytes.

@@ -143,15 +143,23 @@ pub(super) fn allowed_cpus() -> usize {
     usize::try_from(unsafe { libc::CPU_COUNT(&set) }).map_or(1, |count| count.max(1))
 }
 
-/// Lets the calling thread take no processor from another thread when it wakes up.
+/// How much less of a contended processor a thread gets whose work can wait: about a tenth.
+const FAR_BACK: libc::c_int = 10;
+
+/// Lets the calling thread take no processor from another thread when it wakes up; if `far`, nor much of one
+/// that others want later on.
 ///
 /// Whoever wakes it is on its way to something more urgent, and on one processor would otherwise wait for it.
-pub(super) fn stand_back() {
+pub(super) fn stand_back(far: bool) {
     // SAFETY: all-zero is the only parameter there is for this policy.
     let param: libc::sched_param = unsafe { std::mem::zeroed() };
     // SAFETY: is about this thread, and reads one parameter, which is ours. A system that refuses changes
     // nothing but the order of work.
     unsafe { libc::sched_setscheduler(0, libc::SCHED_BATCH, &raw const param) };
+    if far {
+        // SAFETY: as above; on Linux 0 is this thread alone.
+        unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, FAR_BACK) };
+    }
 }
 
 /// Processors of the machine that nothing runs on now; all that could be where the system does not say.
