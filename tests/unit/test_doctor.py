@@ -123,7 +123,7 @@ def test_chunks_of_others_stay_even_where_there_are_more_than_the_limit_allows(
         memory_obj.seal()
     assert tier.batched_submit_put_task(keys, [MemoryObj(raw) for raw in allocated]) == 2
     assert tier.flush(20.0)
-    run(capsys, tmp_path, **{**disk(tmp_path), "max_local_disk_size": 1 / 1024})
+    run(capsys, tmp_path, **{**disk(tmp_path), "max_local_disk_size": 3 / 1024})
     assert tier.batched_contains(keys) == 2
     tier.close(20.0)
 

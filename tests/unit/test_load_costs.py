@@ -58,7 +58,7 @@ def costs_of(
 def step(costs: LoadCosts, num_tokens: int, now: float = 0.0) -> float:
     """Computes so many tokens; when that is done."""
     end = now + BASE_S + num_tokens * TOKEN_S
-    if costs.begin_step(1, num_tokens, now, loads=False):
+    if costs.begin_step(1, num_tokens, now):
         costs.end_step(1, end)
     costs.note_outcome(end)
     return end
@@ -156,17 +156,29 @@ def test_a_step_that_was_described_early_began_with_the_end_of_the_one_before() 
     costs = LoadCosts(CHUNK)
     for number in range(4):
         # As with two steps in flight: described a step ahead.
-        assert costs.begin_step(number, CHUNK, float(number), loads=False)
+        assert costs.begin_step(number, CHUNK, float(number))
         costs.end_step(number, number + 2.0)
         costs.note_outcome(number + 2.0)
     assert costs.chunk_seconds()["computing"] == pytest.approx(1.0)
 
 
-def test_steps_that_load_or_compute_nothing_are_not_timed_and_small_ones_seldom() -> None:
+def test_steps_that_load_are_looked_at_while_no_other_has_told_what_computing_takes() -> None:
     costs = LoadCosts(CHUNK)
-    assert not costs.begin_step(1, CHUNK, 0.0, loads=True)
-    assert not costs.begin_step(2, 0, 0.0, loads=False)
-    timed = [costs.begin_step(number, 1, 0.0, loads=False) for number in range(3, 67)]
+    now = 0.0
+    for number in range(2):
+        assert costs.begin_step(number, CHUNK, now, load_s=0.5)
+        now += 0.5 + CHUNK_S * 100
+        costs.end_step(number, now)
+        costs.note_outcome(now)
+    assert costs.chunk_seconds()["computing"] == pytest.approx(CHUNK_S * 100)
+    assert not costs.begin_step(3, CHUNK, now, load_s=0.5)
+    assert costs.begin_step(4, CHUNK, now)
+
+
+def test_steps_that_compute_nothing_are_not_timed_and_small_ones_seldom() -> None:
+    costs = LoadCosts(CHUNK)
+    assert not costs.begin_step(2, 0, 0.0)
+    timed = [costs.begin_step(number, 1, 0.0) for number in range(3, 67)]
     assert sum(timed) == 4
 
 
@@ -336,7 +348,7 @@ class World:
 
     def compute(self, num_tokens: int) -> None:
         end = self.now + self.noisy(BASE_S + num_tokens * TOKEN_S)
-        if self.costs.begin_step(1, num_tokens, self.now, loads=False):
+        if self.costs.begin_step(1, num_tokens, self.now):
             self.costs.end_step(1, end)
         self.costs.note_outcome(end)
         self.now = end

@@ -180,6 +180,18 @@ def test_a_tier_with_fewer_chunks_than_are_worth_it_is_not_read() -> None:
     store.manager.close()
 
 
+def test_a_tier_that_is_not_worth_it_is_passed_over_for_the_next() -> None:
+    store, far = Store(60.0), Shelf()
+    far.chunks = dict(store.shelf.chunks)
+    store.manager.add_backend("far", far)
+    future = store.manager.async_lookup_and_prefetch("r", store.keys, {"shelf": 4})
+    assert len(future.result(60)) == 3
+    assert store.shelf.reads == []
+    assert len(far.reads) == 3
+    assert [read.tier for read in store.manager.reads.take()] == ["far"]
+    store.manager.close()
+
+
 def test_what_host_memory_has_does_not_count_for_the_tier_below_it() -> None:
     store = Store(60.0)
     first = store.manager.batched_get(store.keys[:1])

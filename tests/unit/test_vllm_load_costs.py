@@ -57,7 +57,7 @@ def teach(pair: Pair, share: float) -> None:
     costs = pair.scheduler._costs = LoadCosts(CHUNK)
     costs.has_tiers(ONLY_RANK, ["shelf"])
     for number in range(2):
-        assert costs.begin_step(number, 4 * CHUNK, 0.0, loads=False)
+        assert costs.begin_step(number, 4 * CHUNK, 0.0)
         costs.end_step(number, 4 * CHUNK_S)
     reads = [TierRead("r", "shelf", n, n, n, n * CHUNK_S * share) for n in range(1, 9)]
     costs.take_in(ONLY_RANK, reads, {})
@@ -97,6 +97,21 @@ def test_a_load_that_would_be_slower_is_refused_at_once(pair: Pair) -> None:
     orders = pair.describe({}).prefetches
     assert orders is not None
     assert request.request_id not in orders.ended, "it was never told of"
+
+
+def test_what_the_engine_has_itself_is_no_gain(pair: Pair) -> None:
+    stored_below(pair, 4, seed=1)
+    teach(pair, share=0.3)
+    costs = pair.scheduler._costs
+    assert costs is not None
+    costs.take_in(ONLY_RANK, [], {f"r{number}": 1.5 * CHUNK_S for number in range(8)})
+    request = new_request(4 * CHUNK + 1, seed=1)
+    # Of four chunks one is left: that one is not worth the asking.
+    assert pair.ask(request, 3 * CHUNK) == 0
+    pair.finish(request)
+    whole = new_request(4 * CHUNK + 1, seed=1)
+    assert pair.scheduler.get_num_new_matched_tokens(whole, 0) == (None, False)
+    pair.finish(whole)
 
 
 def test_a_load_that_is_quicker_is_made(pair: Pair) -> None:

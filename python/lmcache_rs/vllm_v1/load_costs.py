@@ -214,8 +214,8 @@ class LoadCosts:
         self._waits: collections.deque[float] = collections.deque(maxlen=SAMPLES_KEPT)
         # In which a chunk gets from host memory into the engine's blocks.
         self.copied_chunk_s = 0.0
-        # Steps whose end is awaited: number, tokens, and when they were described.
-        self._timed: collections.deque[tuple[int, int, float]] = collections.deque(maxlen=8)
+        # Steps whose end is awaited: number, tokens, when they were described, seconds of loads.
+        self._timed: collections.deque[tuple[int, int, float, float]] = collections.deque(maxlen=8)
         self._num_small_steps = 0
         self._last_outcome = -math.inf
         self._probe: _Probe | None = None
@@ -224,24 +224,29 @@ class LoadCosts:
 
     # --- what happened ------------------------------------------------------------------------
 
-    def begin_step(self, step: int, num_tokens: int, now: float, *, loads: bool) -> bool:
-        """A step was described; whether its end is to be told."""
-        if loads or not num_tokens:
+    def begin_step(self, step: int, num_tokens: int, now: float, *, load_s: float = 0.0) -> bool:
+        """A step was described; whether its end is to be told.
+
+        One that waits for loads, `load_s` seconds by their measured speed, is looked at only while
+        no other has told what computing takes.
+        """
+        if not num_tokens or (load_s and self._compute.is_known):
             return False
         if num_tokens < self._compute.large_tokens:
             self._num_small_steps += 1
             if self._num_small_steps % SMALL_STEPS_BETWEEN != 1:
                 return False
-        self._timed.append((step, num_tokens, now))
+        self._timed.append((step, num_tokens, now, load_s))
         return True
 
     def end_step(self, step: int, now: float) -> None:
         """The step's outcome is there. A step that was described while another one ran began when
         that one ended."""
         while self._timed and self._timed[0][0] <= step:
-            number, num_tokens, described = self._timed.popleft()
+            number, num_tokens, described, load_s = self._timed.popleft()
             if number == step:
-                self._compute.note(num_tokens, now - max(described, self._last_outcome))
+                took = now - max(described, self._last_outcome)
+                self._compute.note(num_tokens, took - min(load_s, took / 2))
 
     def note_outcome(self, now: float) -> None:
         """The outcome of some step is there, and was taken in."""

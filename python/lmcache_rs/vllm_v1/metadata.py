@@ -114,9 +114,14 @@ class LMCacheConnectorMetadata(KVConnectorMetadata):
         return promised
 
     @property
-    def loads_in_step(self) -> bool:
-        """Whether the step waits for any load."""
-        return any(req.load_spec and not req.load_spec.is_async for req in self.requests)
+    def tokens_loaded_in_step(self) -> int:
+        """Tokens whose loads the step waits for."""
+        specs = [req.load_spec for req in self.requests if req.load_spec is not None]
+        return sum(
+            spec.lmcache_cached_tokens - spec.vllm_cached_tokens
+            for spec in specs
+            if not spec.is_async
+        )
 
     def async_loads(self) -> list[ReqMeta]:
         """Requests that wait until their load is said to be done."""

@@ -185,7 +185,9 @@ class LMCacheSchedulerHalf:
             return hit_chunks
         verdict = Verdict()
         if self._costs is not None and not prefetches.is_known(req_id, namespace, hashes):
-            verdict = self._costs.judge(len(hashes) // HASH_BYTES - hit_chunks)
+            # What the engine has itself, it need not compute either.
+            has_chunks = max(hit_chunks, tracker.local_tokens // self._chunk_size)
+            verdict = self._costs.judge(max(1, len(hashes) // HASH_BYTES - has_chunks))
             if verdict.is_refused or prefetches.is_held_up:
                 prefetches.refuse(req_id, namespace, hashes)
                 self.counts["refused_loads"] += 1
@@ -298,9 +300,9 @@ class LMCacheSchedulerHalf:
         self._to_ask -= metadata.fences.awaited
         if self._costs is not None and self._prefetches is not None:
             number, num_tokens = metadata.fences.step, sum(step.values())
-            loads = metadata.loads_in_step
+            load_s = self._load_choice.seconds(metadata.tokens_loaded_in_step)
             now = time.monotonic()
-            metadata.is_timed = self._costs.begin_step(number, num_tokens, now, loads=loads)
+            metadata.is_timed = self._costs.begin_step(number, num_tokens, now, load_s=load_s)
         return metadata
 
     def _begin_step(self, metadata: LMCacheConnectorMetadata, *, is_empty: bool) -> None:

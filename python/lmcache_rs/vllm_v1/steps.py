@@ -168,7 +168,8 @@ class StepDescriber:
                 metadata.requests.append(req)
         if step:
             self._doubtful_steps = max(0, self._doubtful_steps - 1)
-        loads = metadata.loads_in_step or others_load
+        loads = any(req.load_spec and not req.load_spec.is_async for req in metadata.requests)
+        loads |= others_load
         tables: dict[str, list[int]] = {}
         if loads or any(loaded for loaded, _ in self._last_tables):
             # What is computed on a load that will have failed must be found again.
