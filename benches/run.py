@@ -31,6 +31,7 @@ from lines import (
     index,
     layerwise,
     package,
+    refuse,
     vllm,
     waiting,
 )
@@ -55,6 +56,7 @@ LINES: dict[str, Callable[[Bench], list[Result]]] = {
     "package": package.run,
     "vllm": vllm.run,
     "layerwise": layerwise.run,
+    "refuse": refuse.run,
 }
 
 

@@ -17,6 +17,13 @@ OURS = {"lmcache.chunk_size": 256, "lmcache.max_local_cpu_size": POOL_GB}
 CONNECTORS: dict[str, dict[str, Any]] = {
     "noop": {"kv_connector": "NoopConnector", "kv_connector_module_path": "noop_connector"},
     "ours": {"kv_connector": "LMCacheRsConnector", "kv_connector_extra_config": OURS},
+    "bucket": {
+        "kv_connector": "LMCacheRsConnector",
+        "kv_connector_extra_config": {
+            **OURS,
+            "lmcache.storage_backends": {"bucket": "bucket_tier:Bucket"},
+        },
+    },
     "layerwise": {
         "kv_connector": "LMCacheRsConnector",
         "kv_connector_extra_config": {**OURS, "lmcache.use_layerwise": True},
@@ -92,6 +99,22 @@ class Arm:
         cached = sum(output.num_cached_tokens or 0 for output in outputs)
         return {"ns": took, "cpu_ns": busy, "cached": cached}
 
+    def forget(self) -> None:
+        """Host memory loses every chunk, once the tiers below have what they were offered."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        worker: Any = get_kv_transfer_group()._manager.worker
+        worker._saves.wait()
+        worker._saves.collect()
+        assert worker._storage.flush(60.0)
+        worker.local_cpu.clear()
+
+    def bucket(self, bytes_per_second: float, burst_bytes: float) -> None:
+        """The tier behind a token bucket gives so much from here on."""
+        from bucket_tier import Bucket
+
+        Bucket.newest.slow_to(bytes_per_second, burst_bytes)
+
     def slow(self, bytes_per_second: int) -> None:
         """Slows down the loads of this process, none of which may have begun yet."""
         from lmcache_rs import _native
@@ -122,7 +145,8 @@ def main() -> None:
     os.sched_setaffinity(0, {int(core)})
     answers = Answers()
     arm = Arm(name)
-    answers.serve({"ask": arm.ask, "copy": arm.copy, "slow": arm.slow})
+    verbs = {"ask": arm.ask, "copy": arm.copy, "slow": arm.slow}
+    answers.serve({**verbs, "forget": arm.forget, "bucket": arm.bucket})
 
 
 if __name__ == "__main__":

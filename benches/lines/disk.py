@@ -7,11 +7,11 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from bench import Bench
+from bench import HERE, Bench, Worker
 from measure import Result, ratios, spread
 
 DEPTH = 8
@@ -27,6 +27,8 @@ def run(bench: Bench) -> list[Result]:
     try:
         for chunk_bytes in (1 << 20, 8 << 20, 32 << 20):
             rows += put_and_get(bench, _native, folder / str(chunk_bytes), chunk_bytes)
+        for chunk_bytes in (8 << 20, 32 << 20):
+            rows += beside_the_peer(bench, _native, folder / f"peer-{chunk_bytes}", chunk_bytes)
         rows.append(restart(bench, _native, folder / "many"))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -51,42 +53,65 @@ def checksum(bench: Bench, native: object) -> Result:
     )
 
 
+class Ours:
+    """The tier over a folder, with a round of chunks to put."""
+
+    def __init__(self, native: object, folder: Path, chunk_bytes: int, data: memoryview) -> None:
+        self.count = ROUND_BYTES // chunk_bytes
+        self._pool = native.LocalCpu(2 * ROUND_BYTES, 1000)  # type: ignore[attr-defined]
+        self._disk = native.LocalDisk(  # type: ignore[attr-defined]
+            [folder], 4 * ROUND_BYTES, self._pool, threads=DEPTH, max_queued_bytes=2 * ROUND_BYTES
+        )
+        self._allocated = self._pool.allocate([chunk_bytes] * self.count)
+        for memory_obj in self._allocated:
+            memoryview(memory_obj)[:] = data
+            memory_obj.seal()
+        self._hashes: list[bytes] = []
+
+    @property
+    def is_direct(self) -> bool:
+        return bool(self._disk.stats()["direct"])
+
+    def new_round(self) -> None:
+        self._hashes = [os.urandom(32) for _ in range(self.count)]
+
+    def put(self) -> None:
+        chunks = [(memory_obj, None, 0) for memory_obj in self._allocated]
+        assert self._disk.put(NAMESPACE, b"".join(self._hashes), chunks) == self.count
+        assert self._disk.flush(120.0)
+
+    def get(self) -> None:
+        assert len(self._disk.get(NAMESPACE, b"".join(self._hashes), 120.0)) == self.count
+
+    def remove(self) -> None:
+        for chunk_hash in self._hashes:
+            self._disk.remove(NAMESPACE, chunk_hash)
+
+    def close(self) -> None:
+        self._disk.close(10.0)
+
+
 def put_and_get(bench: Bench, native: object, folder: Path, chunk_bytes: int) -> list[Result]:
     count = ROUND_BYTES // chunk_bytes
-    pool = native.LocalCpu(2 * ROUND_BYTES, 1000)  # type: ignore[attr-defined]
-    disk = native.LocalDisk(  # type: ignore[attr-defined]
-        [folder], 4 * ROUND_BYTES, pool, threads=DEPTH, max_queued_bytes=2 * ROUND_BYTES
-    )
+    # Into the folder that the tier makes.
+    folder.mkdir(parents=True)
+    raw = Raw(folder / "raw", chunk_bytes, count)
+    ours_tier = Ours(native, folder, chunk_bytes, memoryview(raw.memory)[:chunk_bytes])
     # As many of ours write at a time.
     write_depth = DEPTH // 2
-    raw = Raw(folder / "raw", chunk_bytes, count)
-    allocated = pool.allocate([chunk_bytes] * count)
-    for memory_obj in allocated:
-        memoryview(memory_obj)[:] = raw.memory[:chunk_bytes]
-        memory_obj.seal()
     times: dict[str, list[float]] = {"put": [], "write": [], "get": [], "read": []}
     pairs = bench.pairs(11)
     for turn in range(pairs):
-        hashes = [os.urandom(32) for _ in range(count)]
-        chunks = [(memory_obj, None, 0) for memory_obj in allocated]
-
-        def put(hashes: Sequence[bytes] = hashes, chunks: object = chunks) -> None:
-            assert disk.put(NAMESPACE, b"".join(hashes), chunks) == count
-            assert disk.flush(120.0)
-
-        def get(hashes: Sequence[bytes] = hashes) -> None:
-            assert len(disk.get(NAMESPACE, b"".join(hashes), 120.0)) == count
-
-        arms = [("put", put), ("write", lambda: raw.write(write_depth))]
-        arms_back = [("get", get), ("read", lambda: raw.read(DEPTH))]
+        ours_tier.new_round()
+        arms = [("put", ours_tier.put), ("write", lambda: raw.write(write_depth))]
+        arms_back = [("get", ours_tier.get), ("read", lambda: raw.read(DEPTH))]
         for pair in (arms, arms_back):
             for name, arm in pair if turn % 2 else reversed(pair):
                 times[name].append(timed(arm))
-        for chunk_hash in hashes:
-            disk.remove(NAMESPACE, chunk_hash)
-    direct = disk.stats()["direct"]
+        ours_tier.remove()
+    direct = ours_tier.is_direct
     raw.close()
-    disk.close(10.0)
+    ours_tier.close()
     rows = []
     for ours, limit, verb in (("put", "write", "written"), ("get", "read", "read")):
         found = ratios(times[limit], times[ours])
@@ -97,6 +122,47 @@ def put_and_get(bench: Bench, native: object, folder: Path, chunk_bytes: int) ->
                 f"≥ 0.85 × as many bytes {verb} end to end in one file, direct, equal threads",
                 f"{found} ×, {speed.median:.2f} GB/s" + ("" if direct else " (no direct I/O here)"),
                 found.median >= 0.85,
+                pairs,
+                {**found.as_dict(), "gb_per_s": speed.median},
+            )
+        )
+    return rows
+
+
+def beside_the_peer(bench: Bench, native: object, folder: Path, chunk_bytes: int) -> list[Result]:
+    """LMCache's tier with direct I/O, its setting for the same: neither side's reads come from
+    memory. It keeps no checksum."""
+    theirs = folder / "theirs"
+    theirs.mkdir(parents=True)
+    count, pairs = ROUND_BYTES // chunk_bytes, bench.pairs(11)
+    tier = Ours(native, folder / "ours", chunk_bytes, memoryview(os.urandom(chunk_bytes)))
+    times: dict[str, list[float]] = {"put": [], "get": [], "their put": [], "their get": []}
+    script, arguments = HERE / "peers" / "lmcache_disk.py", (str(theirs), str(chunk_bytes))
+    environment = {"PYTHONPATH": str(HERE / "peers")}
+    with Worker(bench.peer_python, script, *arguments, str(count), environment=environment) as peer:
+        for turn in range(-1, pairs):
+            tier.new_round()
+            for verb, work in (("put", tier.put), ("get", tier.get)):
+                arms = [
+                    (verb, lambda work=work: timed(work)),
+                    (f"their {verb}", lambda verb=verb: peer.ask(do=verb)["ns"] / 1e9),
+                ]
+                for name, arm in arms if turn % 2 else reversed(arms):
+                    took = arm()
+                    if turn >= 0:
+                        times[name].append(took)
+            tier.remove()
+    tier.close()
+    rows = []
+    for verb in ("put", "get"):
+        found = ratios(times[f"their {verb}"], times[verb])
+        speed = spread([count * chunk_bytes / each / 1e9 for each in times[verb]])
+        rows.append(
+            Result(
+                f"disk {verb}, {count} chunks of {chunk_bytes >> 20} MiB, beside LMCache 0.5.6",
+                "–",
+                f"{found} × as fast, {speed.median:.2f} GB/s",
+                None,
                 pairs,
                 {**found.as_dict(), "gb_per_s": speed.median},
             )

@@ -1,7 +1,7 @@
 """The console script `lmcache-rs`.
 
 Each command is a function that adds its parser and names what runs; `main` knows none of them.
-Exit codes: 0 done, 2 wrong usage or settings.
+Exit codes: 0 done, 1 something was found, 2 wrong usage or settings.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from lmcache_rs.cli_store import add_store
 from lmcache_rs.config import ConfigError, LMCacheEngineConfig, disabled_by_environment
 from lmcache_rs.config_keys import DISABLE_SWITCH, HONOURED
+from lmcache_rs.doctor import add_doctor
 
 if TYPE_CHECKING:
     _Commands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -128,7 +129,7 @@ def _settings_json(config: LMCacheEngineConfig, notices: list[str]) -> str:
     return json.dumps({"settings": settings, "notices": notices}, indent=2)
 
 
-_COMMANDS: tuple[Callable[[_Commands], None], ...] = (_add_config, add_store)
+_COMMANDS: tuple[Callable[[_Commands], None], ...] = (_add_config, add_store, add_doctor)
 
 
 if __name__ == "__main__":

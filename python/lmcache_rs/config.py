@@ -62,6 +62,7 @@ class LMCacheEngineConfig:
     save_decode_cache: bool
     enable_async_loading: bool
     min_retrieve_tokens: int
+    refuse_slow_loads: bool
     max_sync_load_ms: float
     lookup_timeout_ms: int
     lease_timeout_ms: int

@@ -281,6 +281,15 @@ HONOURED: Mapping[str, Key] = {
             maximum=2**31 - 1,
         ),
         Key(
+            "refuse_slow_loads",
+            "bool",
+            True,
+            "",
+            "Compute what would take longer to load from a tier below host memory, by measured "
+            "speeds of both; see [local-disk.md](local-disk.md#load-or-recompute). False: whatever "
+            "is stored is loaded.",
+        ),
+        Key(
             "max_sync_load_ms",
             "float",
             10.0,

@@ -149,6 +149,7 @@ def _transfer(settings: Settings) -> KVTransferConfig:
             "lmcache.lease_timeout_ms": 3_600_000,
             "lmcache.log_requests": False,
             # What is copied here says nothing of time: all loads are worth waiting for, or none.
+            "lmcache.refuse_slow_loads": False,
             "lmcache.max_sync_load_ms": 0.0 if settings.waited_for == 1 else 1e6,
             "lmcache.lookup_timeout_ms": settings.lookup_ms,
             **({"lmcache.storage_backends": {"shelf": "shelf:Shelf"}} if settings.shelf else {}),

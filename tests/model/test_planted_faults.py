@@ -20,6 +20,7 @@ from lmcache_rs.vllm_v1 import compat, connector, loads, metadata, worker
 from lmcache_rs.vllm_v1.load_choice import LoadChoice
 from lmcache_rs.vllm_v1.metadata import LMCacheConnectorMetadata
 from lmcache_rs.vllm_v1.scheduler import LMCacheSchedulerHalf
+from lmcache_rs.vllm_v1.steps import StepDescriber
 from lmcache_rs.vllm_v1.worker import LMCacheWorkerHalf
 
 FAULTS = PlantedFaults()
@@ -120,11 +121,11 @@ def a_load_begins_at_the_chunk_and_not_at_the_local_hit(plant: pytest.MonkeyPatc
 
 @fault("what was promised is delivered or reported")
 def a_promise_is_forgotten(plant: pytest.MonkeyPatch) -> None:
-    describe = LMCacheSchedulerHalf._describe
+    describe = StepDescriber._describe
     plant.setattr(
-        LMCacheSchedulerHalf,
+        StepDescriber,
         "_describe",
-        lambda half, tracker, _, *others: describe(half, tracker, None, *others),
+        lambda steps, tracker, _, *others: describe(steps, tracker, None, *others),
     )
 
 
@@ -279,12 +280,12 @@ def every_load_is_waited_for_by_the_step(plant: pytest.MonkeyPatch) -> None:
 
 @fault("a stored chunk holds the KV of its prefix")
 def positions_that_are_not_computed_yet_are_saved(plant: pytest.MonkeyPatch) -> None:
-    save_end = LMCacheSchedulerHalf._save_end
+    save_end = StepDescriber._save_end
 
-    def all_known(half: Any, tracker: Any, _: int, block_ids: list[int]) -> int:
-        return save_end(half, tracker, len(tracker.request.all_token_ids), block_ids)
+    def all_known(steps: Any, tracker: Any, _: int, block_ids: list[int]) -> int:
+        return save_end(steps, tracker, len(tracker.request.all_token_ids), block_ids)
 
-    plant.setattr(LMCacheSchedulerHalf, "_save_end", all_known)
+    plant.setattr(StepDescriber, "_save_end", all_known)
 
 
 @fault("a stored chunk holds the KV of its prefix")

@@ -11,6 +11,7 @@ from lmcache_rs.vllm_v1 import compat
 from lmcache_rs.vllm_v1.connector import LMCacheConnectorV1Dynamic
 from lmcache_rs.vllm_v1.saves import BackgroundSaves
 from lmcache_rs.vllm_v1.scheduler import LMCacheSchedulerHalf
+from lmcache_rs.vllm_v1.steps import StepDescriber
 
 OVERWRITTEN = "a stored chunk holds the KV of its prefix"
 GIVEN_AWAY = "no block is free while a copy reads it"
@@ -27,14 +28,14 @@ def no_step_is_held_back(plant: pytest.MonkeyPatch) -> None:
 
 @fault(OVERWRITTEN, GIVEN_AWAY)
 def preempted_requests_lose_blocks_under_their_copies(plant: pytest.MonkeyPatch) -> None:
-    describe = LMCacheSchedulerHalf._fences
+    describe = StepDescriber._fences
 
-    def without_preempted(half: Any, scheduler_output: Any) -> Any:
-        fences = describe(half, scheduler_output)
+    def without_preempted(steps: Any, scheduler_output: Any, *ended: Any) -> Any:
+        fences = describe(steps, scheduler_output, *ended)
         fences.copied_first -= scheduler_output.preempted_req_ids
         return fences
 
-    plant.setattr(LMCacheSchedulerHalf, "_fences", without_preempted)
+    plant.setattr(StepDescriber, "_fences", without_preempted)
 
 
 @fault(OVERWRITTEN)

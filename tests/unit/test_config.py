@@ -39,6 +39,7 @@ SAMPLES: dict[str, tuple[Any, str]] = {
     "save_decode_cache": (True, "YES"),
     "enable_async_loading": (True, "True"),
     "min_retrieve_tokens": (300, "300"),
+    "refuse_slow_loads": (False, "off"),
     "max_sync_load_ms": (2.5, "2.5"),
     "lookup_timeout_ms": (50, "50"),
     "lease_timeout_ms": (1000, "1000"),

@@ -11,6 +11,7 @@ import pytest
 from lmcache_rs import CacheEngineKey, LMCacheEngineConfig, StorageManager
 from lmcache_rs.key import keys_of
 from lmcache_rs.storage import EventManager, EventStatus, EventType, StorageBackend
+from lmcache_rs.storage.reads import MAX_KEPT, ReadLog, TierRead
 
 PAGE = 4096
 LOADING = EventType.LOADING
@@ -165,3 +166,60 @@ def test_write_through_offers_what_host_memory_has(store: Store) -> None:
     assert store.manager.flush(60)
     assert {str(other) for other in others} <= store.shelf.chunks.keys()
     assert str(key(7)) not in store.shelf.chunks
+
+
+def test_a_tier_with_fewer_chunks_than_are_worth_it_is_not_read() -> None:
+    store = Store(60.0)
+    for least, expected in ((4, 0), (3, 3)):
+        store.l1.clear()
+        store.shelf.reads.clear()
+        future = store.manager.async_lookup_and_prefetch("r", store.keys, {"shelf": least})
+        assert len(future.result(60)) == expected
+        assert len(store.shelf.reads) == expected
+        store.manager.event_manager.pop_event(LOADING, "r")
+    store.manager.close()
+
+
+def test_a_tier_that_is_not_worth_it_is_passed_over_for_the_next() -> None:
+    store, far = Store(60.0), Shelf()
+    far.chunks = dict(store.shelf.chunks)
+    store.manager.add_backend("far", far)
+    future = store.manager.async_lookup_and_prefetch("r", store.keys, {"shelf": 4})
+    assert len(future.result(60)) == 3
+    assert store.shelf.reads == []
+    assert len(far.reads) == 3
+    assert [read.tier for read in store.manager.reads.take()] == ["far"]
+    store.manager.close()
+
+
+def test_what_host_memory_has_does_not_count_for_the_tier_below_it() -> None:
+    store = Store(60.0)
+    first = store.manager.batched_get(store.keys[:1])
+    assert first[0] is not None
+    store.shelf.reads.clear()
+    future = store.manager.async_lookup_and_prefetch("r", store.keys, {"shelf": 3})
+    assert len(future.result(60)) == 1
+    assert store.shelf.reads == []
+    store.manager.close()
+
+
+def test_reads_are_kept_with_their_tier_size_and_time_until_they_are_taken() -> None:
+    store = Store(60.0)
+    store.manager.reads.take()
+    store.shelf.chunks.popitem()
+    assert len(store.manager.async_lookup_and_prefetch("r", store.keys).result(60)) == 2
+    (read,) = store.manager.reads.take()
+    assert (read.lookup_id, read.tier, read.wanted_chunks, read.chunks) == ("r", "shelf", 2, 2)
+    assert read.num_bytes > 0
+    assert read.seconds > 0
+    assert store.manager.reads.take() == []
+    store.manager.close()
+
+
+def test_of_too_many_reads_the_last_are_kept() -> None:
+    log = ReadLog()
+    for number in range(MAX_KEPT + 5):
+        log.note(TierRead(str(number), "shelf", 1, 1, 1, 1.0))
+    assert [read.lookup_id for read in log.take()] == [
+        str(number) for number in range(5, MAX_KEPT + 5)
+    ]

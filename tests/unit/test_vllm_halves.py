@@ -55,7 +55,8 @@ class Pair:
             chunk_size=CHUNK,
             use_layerwise=self.use_layerwise,
             max_local_cpu_size=self.pool_chunks * CHUNK_BYTES / 2**30,
-            **{"log_requests": False, **self.settings},
+            # What is worth its wait must not hang on how busy this machine is.
+            **{"log_requests": False, "refuse_slow_loads": False, **self.settings},
         )
         engine_start = f"test-{next(engine_ids)}"
         self.faults = Faults()
@@ -560,14 +561,14 @@ def test_a_fault_while_describing_a_step_fails_that_load_and_no_other(
 ) -> None:
     broken, _ = promised(pair, CHUNK + 2)
     fine, _ = promised(pair, 2 * CHUNK + 2)
-    describe = pair.scheduler._describe
+    describe = pair.scheduler._steps._describe
 
     def fails_for_one(tracker, *arguments):  # type: ignore[no-untyped-def]
         if tracker.request is broken:
             raise RuntimeError("planted")
         return describe(tracker, *arguments)
 
-    monkeypatch.setattr(pair.scheduler, "_describe", fails_for_one)
+    monkeypatch.setattr(pair.scheduler._steps, "_describe", fails_for_one)
     loaded_before = pair.worker.counters()["loaded_chunks"]
     pair.step({broken: 2, fine: 2})
     assert pair.failed == set(pair.tables[broken.request_id][: CHUNK // BLOCK])

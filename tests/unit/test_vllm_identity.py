@@ -166,6 +166,7 @@ def test_identifiers_that_repeat_keep_their_requests_out_of_the_cache(pair: Pair
     assert "by request, not by content" in reason
 
     pair.scheduler._identities = Identities(pair.scheduler._config, META, None, reason)
+    pair.scheduler._steps._identities = pair.scheduler._identities
     make = with_images(("chatcmpl-1-image-0", 2, 3))
     assert [store(pair, make), store(pair, make)] == [0, 0]
     assert pair.worker.counters()["stored_chunks"] == 0
@@ -625,6 +626,7 @@ def engine_pair(algorithm: str = "sha256_cbor", hash_block: int = BLOCK) -> Pair
     pair = Pair()
     engine = EngineHashes(algorithm, hash_block)
     pair.scheduler._identities = Identities(ENGINE_CHAIN, META, engine)
+    pair.scheduler._steps._identities = pair.scheduler._identities
     return pair
 
 
@@ -696,6 +698,7 @@ def test_generated_tokens_follow_the_engines_chain(none_hash: bytes) -> None:
     pair = Pair(settings={"save_decode_cache": True})
     engine = EngineHashes("sha256_cbor", BLOCK)
     pair.scheduler._identities = Identities(ENGINE_CHAIN, META, engine)
+    pair.scheduler._steps._identities = pair.scheduler._identities
     hasher = kv_cache_utils.get_request_block_hasher(BLOCK, get_hash_fn_by_name("sha256_cbor"))
     request = new_request(CHUNK + 1, block_hasher=hasher)
     pair.prefill(request)

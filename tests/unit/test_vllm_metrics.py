@@ -167,6 +167,9 @@ def test_each_metric_equals_what_the_script_did(
         "failed_loads": 1,
         "dropped_saves": 1,
         "bypassed_requests": 1,
+        # Told by the half beside which no tier is; see test_vllm_load_costs.
+        "refused_loads": 0,
+        "probes": 0,
         "lookups": 6,
         "lookup_asks": 6,
         "lookup_timeouts": 0,
@@ -189,7 +192,7 @@ def test_each_metric_equals_what_the_script_did(
         seconds = server.value("copy_seconds", direction=direction)
         assert seconds is not None
         assert 0 < seconds < 60
-    told = {*expected, *gauges, "copy_path_active", "faults", "copy_seconds"}
+    told = {*expected, *gauges, "copy_path_active", "faults", "copy_seconds", "chunk_seconds"}
     assert told == BY_NAME.keys(), "every metric is in this script"
 
 
@@ -294,7 +297,7 @@ def test_names_are_what_prometheus_and_vllm_ask_for() -> None:
         assert re.fullmatch(r"[a-z]+(_[a-z]+)*", metric.name)
         assert not metric.name.endswith("_total"), "the client adds it"
         counted = "tokens|requests|chunks|bytes|seconds|lookups|asks|timeouts|errors|loads|saves"
-        others = "overflows|faults|healthy|active"
+        others = "probes|overflows|faults|healthy|active"
         assert re.search(rf"(^|_)({counted}|{others})$", metric.name), "a unit or what is counted"
     assert len(BY_NAME) == len(METRICS)
 

@@ -93,6 +93,7 @@ class Ranks(Pair):
             log_requests=False,
             lookup_timeout_ms=2_000,
             **self.settings,
+            refuse_slow_loads=False,
         )
         engine_start = f"test-{next(engine_ids)}"
         self.faults = Faults()

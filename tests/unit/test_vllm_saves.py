@@ -230,7 +230,7 @@ def test_who_is_waited_for_is_told_with_the_next_description_if_one_fails(
     request = prefilled(pair)
     pair.scheduler.request_finished(request)
     with monkeypatch.context() as plant:
-        plant.setattr(pair.scheduler, "_fences", None)
+        plant.setattr(pair.scheduler._steps, "_fences", None)
         assert not pair.describe({}).fences.awaited
     pair.step({})
     assert pair.sent == {request.request_id}

@@ -128,7 +128,7 @@ def test_workers_that_could_not_be_reached_are_told_of_again(
     assert half._client is not None
 
 
-@pytest.mark.parametrize("part", ["_fences", "_log_finished"])
+@pytest.mark.parametrize("part", ["_fences", "_describe_step"])
 def test_a_description_that_fails_says_so_of_every_promise(
     pair: Pair, part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,7 +136,7 @@ def test_a_description_that_fails_says_so_of_every_promise(
     request, num_new, is_async = granted(pair)
     scheduled = {} if is_async else {request: PROMPT - num_new}
     with monkeypatch.context() as plant:
-        plant.setattr(pair.scheduler, part, fails)
+        plant.setattr(pair.scheduler._steps, part, fails)
         metadata = described(pair, scheduled, loads=not is_async)
     assert metadata.fences.copies_all_first
     pair.execute(metadata)

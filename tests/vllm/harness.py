@@ -130,8 +130,9 @@ class EngineSpec:
 
     def _config_of(self, name: str) -> dict[str, Any]:
         settings: dict[str, Any] = {"lmcache.max_local_cpu_size": self.pool_bytes / GIB}
-        # Which loads are waited for must not hang on how busy this machine is.
+        # Which loads are made, and waited for, must not hang on how busy this machine is.
         settings["lmcache.max_sync_load_ms"] = 60_000.0
+        settings["lmcache.refuse_slow_loads"] = False
         if self.chunk_size is not None:
             settings["lmcache.chunk_size"] = self.chunk_size
         if self.layerwise:

@@ -258,7 +258,7 @@ def _metrics() -> dict[str, float]:
             name = metric.name.removeprefix("vllm:lmcache_rs_")
             for sample in metric.samples:
                 if sample.name.removeprefix(metric.name) in ("", "_total", "_count"):
-                    ours = {"tier", "path", "place", "direction"} & sample.labels.keys()
+                    ours = {"tier", "path", "place", "direction", "source"} & sample.labels.keys()
                     label = "".join(f"{{{sample.labels[each]}}}" for each in ours)
                     found[name + label] = sample.value
     return found

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast, overload
@@ -22,6 +22,7 @@ from lmcache_rs.storage.local_cpu import LocalCPUBackend
 from lmcache_rs.storage.local_disk import LocalDiskBackend
 from lmcache_rs.storage.memory_obj import LayerView, MemoryObj, MemoryObjMetadata, described
 from lmcache_rs.storage.prefetch import PrefetchThread
+from lmcache_rs.storage.reads import ReadLog, TierRead
 from lmcache_rs.storage.tier import BackendTier
 
 if TYPE_CHECKING:
@@ -69,6 +70,8 @@ class StorageManager:
         self._num_clears = 0
         self.event_manager = EventManager()
         self._prefetch = PrefetchThread()
+        # What prefetches have read from lower tiers.
+        self.reads = ReadLog()
         weakref.finalize(self, self._prefetch.close).atexit = False
         # Held while a tier is added.
         self._adding = threading.Lock()
@@ -310,6 +313,16 @@ class StorageManager:
             if location not in tiers:
                 raise ValueError(f"there is no tier {location!r}; there are {', '.join(tiers)}")
             tiers = {location: tiers[location]}
+        return self._get_from(tiers, keys, publish_prefix=publish_prefix)
+
+    def _get_from(
+        self,
+        tiers: dict[str, StorageBackendInterface],
+        keys: Sequence[CacheEngineKey],
+        *,
+        publish_prefix: bool,
+        note: Callable[[str, int, list[MemoryObj], float], None] | None = None,
+    ) -> list[MemoryObj | None]:
         with self._publishing:
             num_clears = self._num_clears
         found: list[MemoryObj] = []
@@ -317,12 +330,15 @@ class StorageManager:
         below: list[tuple[int, MemoryObj]] = []
         while len(found) < len(keys):
             before = len(found)
-            for backend in tiers.values():
+            for name, backend in tiers.items():
                 rest = keys[len(found) :]
                 if backend is self._local:
                     found += self._known(rest, backend.batched_get_blocking(rest))
                 else:
-                    arrived = self._from_below(backend, self._up_to_local(rest, tiers))
+                    rest, began = self._up_to_local(rest, tiers), time.perf_counter()
+                    arrived = self._from_below(backend, rest)
+                    if note is not None:
+                        note(name, len(rest), arrived, time.perf_counter() - began)
                     below += enumerate(arrived, len(found))
                     found += arrived
                 if len(found) > before:
@@ -405,7 +421,10 @@ class StorageManager:
         return gone
 
     def async_lookup_and_prefetch(
-        self, lookup_id: str, keys: Sequence[CacheEngineKey]
+        self,
+        lookup_id: str,
+        keys: Sequence[CacheEngineKey],
+        least_chunks: Mapping[str, int] | None = None,
     ) -> Future[list[MemoryObj]]:
         """Begins to bring the stored prefix of these chunks into L1, without waiting for any tier.
 
@@ -413,13 +432,35 @@ class StorageManager:
         event of `event_manager` under the lookup id too, and whoever pops that has the chunks to
         let go of. A chunk that no tier gives in its deadline ends the prefix.
 
+        Args:
+            lookup_id: For whom.
+            keys: The chunks of one chain, in order.
+            least_chunks: By tier, how many neighbouring chunks it must have to be read from; one
+                unless given.
+
         Raises:
             ValueError: There is such an event already.
         """
         keys = list(keys)
 
         def fetch() -> list[MemoryObj]:
-            stored = self._get(keys[: self.batched_contains(keys)], None, publish_prefix=True)
+            by_tier = self._prefix_by_tier(keys, least_chunks)
+            # Who has too few of them is not asked for those either.
+            tiers = {
+                name: tier
+                for name, tier in self.backends.items()
+                if name in by_tier or name not in (least_chunks or {})
+            }
+
+            def note(tier: str, asked: int, arrived: list[MemoryObj], seconds: float) -> None:
+                wanted = min(asked, len(by_tier.get(tier, ())))
+                num_bytes = sum(memory_obj.nbytes for memory_obj in arrived)
+                if wanted:
+                    read = TierRead(lookup_id, tier, wanted, len(arrived), num_bytes, seconds)
+                    self.reads.note(read)
+
+            num_chunks = sum(len(chunks) for chunks in by_tier.values())
+            stored = self._get_from(tiers, keys[:num_chunks], publish_prefix=True, note=note)
             return [memory_obj for memory_obj in stored if memory_obj is not None]
 
         future: Future[list[MemoryObj]] = Future()
@@ -505,7 +546,10 @@ class StorageManager:
         by_tier = self._prefix_by_tier([key for key, _, _ in chunks])
         return {name: [chunks[position] for position in of] for name, of in by_tier.items()}
 
-    def _prefix_by_tier(self, keys: Sequence[CacheEngineKey]) -> dict[str, list[int]]:
+    def _prefix_by_tier(
+        self, keys: Sequence[CacheEngineKey], least_chunks: Mapping[str, int] | None = None
+    ) -> dict[str, list[int]]:
+        least_chunks = least_chunks or {}
         mapping: dict[str, list[int]] = {}
         tiers = self.backends
         position = 0
@@ -515,7 +559,7 @@ class StorageManager:
                 if backend is not self._local:
                     rest = self._up_to_local(rest, tiers)
                 count = backend.batched_contains(rest)
-                if count:
+                if count >= max(1, least_chunks.get(name, 1)):
                     mapping.setdefault(name, []).extend(range(position, position + count))
                     position += count
                     break

@@ -14,6 +14,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
 from lmcache_rs import _native
 from lmcache_rs.config import LMCacheMetadata
+from lmcache_rs.engine_versions import BROKEN_VERSIONS, TESTED_VERSIONS
 from lmcache_rs.layouts import Layout, MemoryFormat
 from lmcache_rs.lookup import Rank
 
@@ -37,10 +38,6 @@ if TYPE_CHECKING:
 # vLLM formats and shows the records of its own loggers only; ours is a child of them, in name.
 logger = logging.getLogger("vllm.lmcache_rs")
 
-TESTED_VERSIONS = ("0.31.0", "0.32.0")
-"""vLLM versions that the end-to-end tests run on."""
-BROKEN_VERSIONS: Mapping[str, str] = {}
-"""vLLM versions known not to work, each with the reason."""
 TOKEN_ADDRESSED_BACKENDS = frozenset({"CPU_MLA", "AMX_MLA"})
 """Attention backends that read and write their cache as a plain table `[slots, dim]`.
 

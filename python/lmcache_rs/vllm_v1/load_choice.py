@@ -72,11 +72,11 @@ class LoadChoice:
             return True
         if not self._others_run:
             return False
-        return self._spent_s + self._seconds(num_tokens) > self._budget_s
+        return self._spent_s + self.seconds(num_tokens) > self._budget_s
 
     def take(self, num_tokens: int) -> None:
         """A synchronous load of so many tokens goes ahead in the step that is being described."""
-        self._spent_s += self._seconds(num_tokens)
+        self._spent_s += self.seconds(num_tokens)
         self._others_run = True
 
     def begin_step(self, *, others_run: bool) -> None:
@@ -89,5 +89,6 @@ class LoadChoice:
         if bytes_per_second > 0:
             self._bytes_per_second = bytes_per_second
 
-    def _seconds(self, num_tokens: int) -> float:
+    def seconds(self, num_tokens: int) -> float:
+        """In which so many tokens get from host memory into the engine's blocks."""
         return num_tokens * self._token_bytes / self._bytes_per_second

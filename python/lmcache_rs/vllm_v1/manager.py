@@ -176,7 +176,9 @@ class LMCacheManager:
         half = self.scheduler
         if half is None:
             return {("faults", place): count for place, count in self.faults.counts.items()}
-        return metrics.scheduler_totals(half.counts, half.lookup_counts(), self.faults.counts)
+        return metrics.scheduler_totals(
+            half.counts, half.lookup_counts(), self.faults.counts, half.chunk_seconds()
+        )
 
     def _take_observations(self) -> Mapping[str, list[float]]:
         half = self.scheduler

@@ -11,6 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from lmcache_rs.lookup import Rank
+from lmcache_rs.storage.reads import TierRead
 from lmcache_rs.vllm_v1.events import RankReport
 from lmcache_rs.vllm_v1.prefetches import PrefetchOrders
 from lmcache_rs.vllm_v1.saves import SaveFences
@@ -90,6 +91,7 @@ class LMCacheConnectorMetadata(KVConnectorMetadata):
         failures_seen: Each rank's reports of failed loads that the scheduler half has taken in.
         prefetches: What is to be brought from lower tiers, and what is not needed any more.
         fences: Which saves of earlier steps are waited for, and by whom.
+        is_timed: Whether the worker half is to say that it is done with the step.
     """
 
     engine_start: str
@@ -99,6 +101,7 @@ class LMCacheConnectorMetadata(KVConnectorMetadata):
     failures_seen: dict[Rank, int] = field(default_factory=dict)
     prefetches: PrefetchOrders | None = None
     fences: SaveFences = field(default_factory=SaveFences)
+    is_timed: bool = False
 
     def promised_block_ids(self, block_tokens: int) -> set[int]:
         """Every block that is to hold loaded tokens when the step computes."""
@@ -109,6 +112,16 @@ class LMCacheConnectorMetadata(KVConnectorMetadata):
                 start, end = spec.vllm_cached_tokens, spec.lmcache_cached_tokens
                 promised |= failed_blocks(req.block_ids, block_tokens, start, end)
         return promised
+
+    @property
+    def tokens_loaded_in_step(self) -> int:
+        """Tokens whose loads the step waits for."""
+        specs = [req.load_spec for req in self.requests if req.load_spec is not None]
+        return sum(
+            spec.lmcache_cached_tokens - spec.vllm_cached_tokens
+            for spec in specs
+            if not spec.is_async
+        )
 
     def async_loads(self) -> list[ReqMeta]:
         """Requests that wait until their load is said to be done."""
@@ -148,7 +161,10 @@ class LMCacheWorkerMetadata(KVConnectorWorkerMetadata):
         failures: Reports of failed loads so far.
         load_bytes_per_second: How fast bytes get into the engine's blocks; 0 while unknown.
         has_lower_tiers: Whether there are tiers below host memory.
+        lower_tiers: Their names, where they are known to be there.
         prefetched: Requests whose chunks have been brought from there, as far as they are there.
+        tier_reads: What reading them took.
+        timed_step: The step that is over and was to be timed.
         saves_ended: The last step that, with all before it, has no save under way; None if there
             is nothing new to say of it.
         event_reports: What the rank stored and gave up, where no other channel carries it.
@@ -161,7 +177,10 @@ class LMCacheWorkerMetadata(KVConnectorWorkerMetadata):
     failures: int = 0
     load_bytes_per_second: float = 0.0
     has_lower_tiers: bool = False
+    lower_tiers: tuple[str, ...] = ()
     prefetched: set[str] = field(default_factory=set)
+    tier_reads: list[TierRead] = field(default_factory=list)
+    timed_step: int | None = None
     saves_ended: int | None = None
     event_reports: list[RankReport] = field(default_factory=list)
     rank: Rank = ONLY_RANK

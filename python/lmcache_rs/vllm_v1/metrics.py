@@ -74,6 +74,12 @@ METRICS: Final = (
     Metric("stored_tokens", COUNTER, "Tokens newly stored."),
     Metric("bypassed_requests", COUNTER, "Requests that cannot be named and use no cache."),
     Metric(
+        "refused_loads",
+        COUNTER,
+        "Requests that went on without the tiers below host memory, as computing is quicker.",
+    ),
+    Metric("probes", COUNTER, "Reads of what was refused, to see whether it is quick by now."),
+    Metric(
         "lookups", COUNTER, "Lookups of the scheduler, also of requests that it asks again for."
     ),
     Metric("lookup_asks", COUNTER, "Questions to the store; the others had an answer that stands."),
@@ -106,6 +112,12 @@ METRICS: Final = (
     Metric("leased_bytes", GAUGE, "Bytes that lookups hold for requests not admitted yet.", "tier"),
     Metric("resident_chunks", GAUGE, "Chunks that a tier holds.", "tier"),
     Metric("tier_healthy", GAUGE, "1 where a tier serves, 0 where it does not.", "tier"),
+    Metric(
+        "chunk_seconds",
+        GAUGE,
+        "Seconds that one chunk more takes: read from a tier, or by `computing` it.",
+        "source",
+    ),
     Metric("copy_path_active", GAUGE, "1 for the way in which KV is copied.", "path"),
 )
 BY_NAME: Final = {metric.name: metric for metric in METRICS}
@@ -227,7 +239,10 @@ class Meter:
 
 
 def scheduler_totals(
-    counts: Mapping[str, int], lookups: Mapping[str, int], faults: Mapping[str, int]
+    counts: Mapping[str, int],
+    lookups: Mapping[str, int],
+    faults: Mapping[str, int],
+    chunk_seconds: Mapping[str, float] | None = None,
 ) -> Totals:
     """What the scheduler half tells.
 
@@ -235,6 +250,7 @@ def scheduler_totals(
         counts: Its own counters.
         lookups: Its lookup client's.
         faults: Faults by place.
+        chunk_seconds: Seconds of a chunk by where it comes from.
     """
     totals: dict[tuple[str, str], float] = {
         ("requested_tokens", ""): counts["requested_tokens"],
@@ -242,10 +258,17 @@ def scheduler_totals(
         ("loaded_tokens", ""): counts["hit_tokens"],
         ("stored_tokens", ""): counts["stored_tokens"],
         ("bypassed_requests", ""): counts["bypassed_requests"],
+        ("refused_loads", ""): counts["refused_loads"],
+        ("probes", ""): counts["probes"],
         ("lookups", ""): lookups.get("lookups", 0),
         ("lookup_asks", ""): lookups.get("asks", 0),
         ("lookup_timeouts", ""): lookups.get("timeouts", 0),
         ("lookup_errors", ""): lookups.get("errors", 0) + lookups.get("unreachable", 0),
+        # Not more often than it says something new.
+        **{
+            ("chunk_seconds", source): float(f"{seconds:.2g}")
+            for source, seconds in (chunk_seconds or {}).items()
+        },
     }
     return totals | {("faults", place): count for place, count in faults.items()}
 

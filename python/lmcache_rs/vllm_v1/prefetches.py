@@ -3,19 +3,23 @@
 A lookup finds what host memory holds. Where that is not all and there are tiers below, the request
 waits once, for as long as a lookup may take, while the worker half brings the rest into host
 memory; then it is looked up again. The asking travels with the steps that vLLM describes anyway,
-and so does the answer: nobody waits for a tier but the thread that reads it.
+and so does the answer: nobody waits for a tier but the thread that reads it. What is not worth the
+wait (load_costs.py) is not asked for, or not waited for any longer; now and then some of it is
+asked for while nobody waits, to see whether it is worth it by now.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from lmcache_rs.key import keys_of
 from lmcache_rs.lookup import Rank
 from lmcache_rs.storage.events import EventStatus, EventType
+from lmcache_rs.vllm_v1.load_costs import SHORTEST_WAIT_S
 
 if TYPE_CHECKING:
     from lmcache_rs.storage import StorageManager
@@ -24,10 +28,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Wanted:
-    """A request's chain: its namespace, and packed hashes of all its full chunks."""
+    """A request's chain: its namespace, and packed hashes of all its full chunks; and by tier, how
+    many neighbouring chunks it must have to be read."""
 
     namespace: str
     hashes: bytes
+    least_chunks: Mapping[str, int] = field(default_factory=dict, compare=False)
 
 
 @dataclass
@@ -38,11 +44,35 @@ class PrefetchOrders:
     begun: dict[str, Wanted] = field(default_factory=dict)
 
 
+class Brought(NamedTuple):
+    """Chunks that all ranks have brought as far as they could.
+
+    Args:
+        req_id: For whom.
+        seconds: Since they were asked for.
+        is_alone: Whether its request has waited until now, and nobody was waiting when it asked.
+            What nobody waits for is heard of with the end of a step, however long that took.
+    """
+
+    req_id: str
+    seconds: float
+    is_alone: bool
+
+
 @dataclass
 class _Asked:
     wanted: Wanted
+    began: float
     give_up_at: float
     awaited: set[Rank]
+    # In which all of it could be computed instead.
+    compute_s: float = 0.0
+    # Nobody was waited for when it was asked for.
+    is_alone: bool = False
+    # Nobody waits for it, and it ends by itself.
+    is_probe: bool = False
+    # The worker half is not to hear of it.
+    is_refused: bool = False
     is_over: bool = False
     is_settled: bool = False
 
@@ -59,21 +89,74 @@ class AskedPrefetches:
         self._deadline_s = deadline_s
         self._ranks = ranks
         self._asked: dict[str, _Asked] = {}
+        # Not waited for any longer, and still being brought: what is asked for next comes behind.
+        self._given_up: dict[str, _Asked] = {}
         self._orders = PrefetchOrders()
 
-    def is_pending(self, req_id: str, namespace: str, hashes: bytes) -> bool:
-        """Whether the request's chunks are on their way; asks for them when it is new."""
-        wanted = Wanted(namespace, hashes)
+    def is_known(self, req_id: str, namespace: str, hashes: bytes) -> bool:
+        """Whether these chunks were asked for already, or refused."""
         asked = self._asked.get(req_id)
-        if asked is None or asked.wanted != wanted:
+        return asked is not None and asked.wanted == Wanted(namespace, hashes)
+
+    @property
+    def is_held_up(self) -> bool:
+        """Whether chunks are still being brought that nobody waits for any longer."""
+        return bool(self._given_up)
+
+    def is_pending(
+        self,
+        req_id: str,
+        namespace: str,
+        hashes: bytes,
+        least_chunks: Mapping[str, int] | None = None,
+        compute_s: float = math.inf,
+    ) -> bool:
+        """Whether the request's chunks are on their way; asks for them when it is new.
+
+        Args:
+            req_id: The request.
+            namespace, hashes: Its chunks.
+            least_chunks: By tier, how many neighbouring chunks it must have to be read.
+            compute_s: Seconds in which the engine would compute them: it is waited for no longer
+                than computing would take, what others wait for included.
+        """
+        asked = self._asked.get(req_id)
+        if asked is None or asked.wanted != Wanted(namespace, hashes):
             self.end(req_id)
-            give_up_at = time.monotonic() + self._deadline_s
-            self._asked[req_id] = _Asked(wanted, give_up_at, set(self._ranks))
-            self._orders.begun[req_id] = wanted
+            self._begin(req_id, Wanted(namespace, hashes, least_chunks or {}), compute_s)
             return True
         if not asked.is_over and time.monotonic() >= asked.give_up_at:
             asked.is_over = True
+            if math.isfinite(asked.compute_s):
+                self._given_up[req_id] = asked
         return not asked.is_over
+
+    def _begin(self, req_id: str, wanted: Wanted, compute_s: float) -> None:
+        # With the name of an old request, it takes that one's place with the worker half.
+        self._given_up.pop(req_id, None)
+        now = time.monotonic()
+        waiting = [other for other in self._asked.values() if not other.is_over]
+        asked = _Asked(wanted, now, now + self._deadline_s, set(self._ranks), compute_s)
+        asked.is_alone = not waiting and not self._given_up
+        in_turn_s = compute_s + sum(other.compute_s for other in waiting)
+        asked.give_up_at = now + min(self._deadline_s, max(SHORTEST_WAIT_S, in_turn_s))
+        self._asked[req_id] = asked
+        self._orders.begun[req_id] = wanted
+
+    def refuse(self, req_id: str, namespace: str, hashes: bytes) -> None:
+        """The request goes on with what host memory has."""
+        self.end(req_id)
+        now = time.monotonic()
+        asked = _Asked(Wanted(namespace, hashes), now, now, set(), is_over=True, is_settled=True)
+        asked.is_refused = True
+        self._asked[req_id] = asked
+
+    def probe(
+        self, probe_id: str, namespace: str, hashes: bytes, least_chunks: Mapping[str, int]
+    ) -> None:
+        """Has chunks brought that nobody waits for."""
+        self._begin(probe_id, Wanted(namespace, hashes, least_chunks), 0.0)
+        self._asked[probe_id].is_probe = True
 
     def is_new(self, req_id: str) -> bool:
         """Whether the worker half has yet to be told of the request's chunks."""
@@ -87,18 +170,36 @@ class AskedPrefetches:
             asked.is_settled = True
         return is_first
 
-    def done(self, rank: Rank, req_ids: Iterable[str]) -> None:
-        """What this rank could bring for these requests is in its host memory."""
+    def done(self, rank: Rank, req_ids: Iterable[str]) -> list[Brought]:
+        """What this rank could bring for these requests is in its host memory; those for which it
+        was the last rank."""
+        brought = []
         for req_id in req_ids:
-            if (asked := self._asked.get(req_id)) is not None:
-                asked.awaited.discard(rank)
-                asked.is_over = asked.is_over or not asked.awaited
+            asked = self._given_up.get(req_id) or self._asked.get(req_id)
+            if asked is None or asked.is_refused:
+                continue
+            asked.awaited.discard(rank)
+            if asked.awaited:
+                continue
+            is_alone = asked.is_alone and not asked.is_over and not asked.is_probe
+            asked.is_over = True
+            brought.append(Brought(req_id, time.monotonic() - asked.began, is_alone))
+            is_given_up = self._given_up.pop(req_id, None) is not None
+            if asked.is_probe:
+                self.end(req_id)
+            elif is_given_up and req_id not in self._asked:
+                self._orders.ended.append(req_id)
+        return brought
 
     def end(self, req_id: str) -> None:
         """The request has what it needs, or needs nothing more."""
-        if self._asked.pop(req_id, None) is None:
+        asked = self._asked.pop(req_id, None)
+        if asked is None or asked.is_refused:
             return
-        if self._orders.begun.pop(req_id, None) is None:
+        if self._orders.begun.pop(req_id, None) is not None:
+            self._given_up.pop(req_id, None)
+        elif req_id not in self._given_up:
+            # Once it is brought it is said to have ended: until then it holds up what is behind it.
             self._orders.ended.append(req_id)
 
     def take_orders(self) -> PrefetchOrders:
@@ -139,7 +240,7 @@ class RunningPrefetches:
             self._running.add(req_id)
             try:
                 keys = keys_of(self._own_name(of.namespace), of.hashes)
-                self._storage.async_lookup_and_prefetch(req_id, keys)
+                self._storage.async_lookup_and_prefetch(req_id, keys, of.least_chunks)
             except Exception as error:
                 self._faults.note("prefetch", error)
 

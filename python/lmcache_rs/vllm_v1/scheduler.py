@@ -7,36 +7,30 @@ holds under the request's id.
 
 from __future__ import annotations
 
-import collections
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lmcache_rs import _native, lookup
 from lmcache_rs.key import HASH_BYTES
 from lmcache_rs.vllm_v1 import compat
 from lmcache_rs.vllm_v1.identity import (
-    Chain,
     Identities,
-    LoadedAdapter,
-    NoExtraKeys,
     RequestIdentity,
 )
 from lmcache_rs.vllm_v1.load_choice import LoadChoice
+from lmcache_rs.vllm_v1.load_costs import NEVER, LoadCosts, Verdict
 from lmcache_rs.vllm_v1.metadata import (
     NULL_BLOCK,
     ONLY_RANK,
     LMCacheConnectorMetadata,
     LMCacheWorkerMetadata,
     LoadSpec,
-    ReqMeta,
-    SaveSpec,
-    failed_blocks,
 )
-from lmcache_rs.vllm_v1.prefetches import AskedPrefetches
+from lmcache_rs.vllm_v1.prefetches import AskedPrefetches, Brought
 from lmcache_rs.vllm_v1.ranks import RankBooks, RankNames
-from lmcache_rs.vllm_v1.saves import SaveFences
+from lmcache_rs.vllm_v1.steps import StepDescriber, first_of
+from lmcache_rs.vllm_v1.tracker import RequestTracker
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -49,64 +43,6 @@ if TYPE_CHECKING:
     from lmcache_rs.vllm_v1.faults import Faults
 
 LOG_LINES_PER_SECOND = 20
-STEPS_IN_FLIGHT = 2
-"""Steps that vLLM describes at most before it hears of the first one's outcome."""
-
-
-@dataclass
-class RequestTracker:
-    """What is known about one request.
-
-    Args:
-        request: vLLM's own object.
-        namespace: Where its chunks live; None when the request does not use the cache.
-        can_save: Whether its KV may be stored.
-        epoch: The cache's epoch when it was first seen, or looked up last.
-        adapter: The adapter it is computed with, as it was then.
-        chain: Its prefix chain, extended as tokens appear; each token is hashed once.
-        extra_keys: What besides the tokens enters the chain.
-        saved_tokens: Tokens handed to the worker for saving, or loaded from the store.
-        computed_tokens: Tokens computed after the last step.
-        last_save_step: The last step whose saves may go on behind it; 0 if there is none.
-        load_spec: A promise made to the scheduler and not yet given to the worker.
-        granted_block_ids: The block table at the moment blocks were granted for that promise.
-        awaited_end: End of the tokens that it waits for, or has waited for, since it was admitted.
-        tried_after: Its preemptions when it last waited for a load; -1 before that.
-    """
-
-    request: Request
-    namespace: str | None
-    can_save: bool
-    epoch: str
-    adapter: LoadedAdapter | None
-    chain: Chain
-    extra_keys: compat.ExtraKeys | NoExtraKeys
-    saved_tokens: int = 0
-    computed_tokens: int = 0
-    last_save_step: int = 0
-    load_spec: LoadSpec | None = None
-    granted_block_ids: list[int] = field(default_factory=list)
-    awaited_end: int = 0
-    tried_after: int = -1
-    local_tokens: int = 0
-    external_tokens: int = 0
-    stored_tokens: dict[lookup.Rank, int] = field(default_factory=dict)
-    # Of the last lookup, until the request is admitted.
-    asked_tokens: int = 0
-    first_seen: float = field(default_factory=time.monotonic)
-
-    def extend_chain(self, num_tokens: int, chunk_size: int) -> None:
-        """Hashes the request's tokens up to `num_tokens`, as far as they are known."""
-        known = self.chain.num_tokens
-        end = min(num_tokens, len(self.request.all_token_ids))
-        if end <= known:
-            return
-        start = self.chain.num_chunks * chunk_size
-        num_chunks = (end - start) // chunk_size
-        extra, next_mm_item = self.extra_keys.of_chunks(start, num_chunks, chunk_size)
-        self.chain.extend(self.request.all_token_ids[known:end], extra)
-        # Only now: had the tokens been refused, the items would belong to them still.
-        self.extra_keys.next_mm_item = next_mm_item
 
 
 class LMCacheSchedulerHalf:
@@ -140,25 +76,15 @@ class LMCacheSchedulerHalf:
         self._load_choice = load_choice or LoadChoice(config.max_sync_load_ms, token_bytes=0)
         # Where there are tiers below host memory.
         self._prefetches: AskedPrefetches | None = None
-        # Promises with blocks, and who got blocks without one, until the next step is described.
-        self._granted: dict[str, RequestTracker] = {}
-        self._unpromised: list[RequestTracker] = []
-        # Steps to come that save nothing: another connector's load may turn out to have failed.
-        self._doubtful_steps = 0
+        self._costs = LoadCosts(config.chunk_size) if config.refuse_slow_loads else None
         self._engine_start = engine_start
         self._chunk_size = config.chunk_size
         self._identities = identities or Identities(config, metadata)
         self._block_tokens = metadata.block_size or 1
         self._loads = kv_role != "kv_producer"
-        self._saves = kv_role != "kv_consumer"
-        self._saves_all = kv_role == "kv_producer"
         self._trackers: dict[str, RequestTracker] = {}
         # Finished; their last outcome is still on its way from the workers.
         self._finished: dict[str, RequestTracker] = {}
-        # Layer by layer, saves are done in their step.
-        self._saves_lag = not config.use_layerwise
-        # The step described last.
-        self._step = 0
         # Ended requests that the worker half is to be asked about, and all that vLLM waits for.
         self._to_ask: set[str] = set()
         self._awaited: set[str] = set()
@@ -172,9 +98,6 @@ class LMCacheSchedulerHalf:
         # When requests go on without them; None before the first request.
         self._workers_due: float | None = None
         self._evict_blocks: Callable[[set[int]], None] | None = None
-        # Block tables of the last steps by request, each with whether the step loaded anything.
-        self._last_tables: collections.deque[tuple[bool, dict[str, list[int]]]]
-        self._last_tables = collections.deque(maxlen=STEPS_IN_FLIGHT)
         self._log_allowance = float(LOG_LINES_PER_SECOND)
         self._log_time = time.monotonic()
         self.counts = {
@@ -183,10 +106,30 @@ class LMCacheSchedulerHalf:
             "hit_tokens": 0,
             "stored_tokens": 0,
             "bypassed_requests": 0,
+            "refused_loads": 0,
+            "given_up_loads": 0,
+            "probes": 0,
         }
-        # Set where vLLM publishes what the cache holds.
-        self.event_stream: KVEventStream | None = None
         self.faults = faults
+        self._steps = StepDescriber(
+            config,
+            self._block_tokens,
+            kv_role,
+            faults,
+            self._identities,
+            self._load_choice,
+            has_several_ranks=self._has_several_ranks,
+            trackers=self._trackers,
+        )
+
+    @property
+    def event_stream(self) -> KVEventStream | None:
+        """Where vLLM publishes what the cache holds; set once there is one."""
+        return self._steps.event_stream
+
+    @event_stream.setter
+    def event_stream(self, stream: KVEventStream | None) -> None:
+        self._steps.event_stream = stream
 
     # --- lookup -------------------------------------------------------------------------------
 
@@ -242,15 +185,51 @@ class LMCacheSchedulerHalf:
         prefetches = self._prefetches
         if prefetches is None or hit_chunks is None or hit_chunks * HASH_BYTES == len(hashes):
             return hit_chunks
-        if prefetches.is_pending(req_id, namespace, hashes):
+        verdict = Verdict()
+        if self._costs is not None and not prefetches.is_known(req_id, namespace, hashes):
+            # What the engine has itself, it need not compute either.
+            has_chunks = max(hit_chunks, tracker.local_tokens // self._chunk_size)
+            verdict = self._costs.judge(max(1, len(hashes) // HASH_BYTES - has_chunks))
+            if verdict.is_refused or prefetches.is_held_up:
+                prefetches.refuse(req_id, namespace, hashes)
+                self.counts["refused_loads"] += 1
+            if verdict.refused_tiers and not prefetches.is_held_up:
+                self._probe(prefetches, verdict, namespace, hashes, hit_chunks)
+        of = verdict.least_chunks, verdict.compute_s
+        if prefetches.is_pending(req_id, namespace, hashes, *of):
             if prefetches.is_new(req_id):
-                self._note_contents(tracker, len(hashes) // HASH_BYTES)
+                self._steps.note_contents(tracker, len(hashes) // HASH_BYTES)
             return None
         if prefetches.settle(req_id):
             # Asked before the chunks were there; the lease stays, and is renewed.
             client.end(req_id, release=False)
-            hit_chunks = client.lookup(hashes, req_id, namespace)
+            found, hit_chunks = hit_chunks, client.lookup(hashes, req_id, namespace)
+            if hit_chunks and self._costs is not None and self._costs.cuts_a_chunk:
+                hit_chunks = max(found, hit_chunks - 1)
         return hit_chunks
+
+    def _probe(
+        self,
+        prefetches: AskedPrefetches,
+        verdict: Verdict,
+        namespace: str,
+        hashes: bytes,
+        hit_chunks: int,
+    ) -> None:
+        """Has a little of what is refused read in the background, if that is due."""
+        assert self._costs is not None
+        num_missing, now = len(hashes) // HASH_BYTES - hit_chunks, time.monotonic()
+        due = self._costs.begin_probe(verdict, num_missing, now)
+        if due is None:
+            return
+        tier, num_chunks = due
+        self.counts["probes"] += 1
+        # No request of vLLM's is called so.
+        probe_id = f"\0probe {self.counts['probes']}"
+        others = {other: NEVER for other in self._costs.all_tiers() if other != tier}
+        end = (hit_chunks + num_chunks) * HASH_BYTES
+        prefetches.probe(probe_id, namespace, hashes[:end], others)
+        self._costs.start_probe(tier, probe_id, now)
 
     def _awaits_workers(self) -> bool:
         """Whether the engine has just started over tiers that may hold what is asked for: its
@@ -283,7 +262,7 @@ class LMCacheSchedulerHalf:
             self._prefetches.end(req_id)
         if num_external_tokens == 0:
             tracker.load_spec = None
-            self._unpromised.append(tracker)
+            self._steps.grant_without_promise(tracker)
             self._end_lookup(req_id, release=True)
             return
         # First of all, so that no fault below can lose the promise: the engine counts on it.
@@ -294,7 +273,7 @@ class LMCacheSchedulerHalf:
         tracker.load_spec = spec
         tracker.granted_block_ids = compat.granted_block_ids(blocks)
         tracker.external_tokens = num_external_tokens
-        self._granted[req_id] = tracker
+        self._steps.grant(tracker)
         if not spec.is_async:
             self._load_choice.take(num_external_tokens)
         self.counts["promised_tokens"] += num_external_tokens
@@ -313,225 +292,28 @@ class LMCacheSchedulerHalf:
             lookup_ids=self._books.lookup_ids,
             failures_seen=self._books.failures,
         )
-        granted, self._granted = self._granted, {}
+        step = scheduler_output.num_scheduled_tokens
         try:
-            self._describe_step(metadata, scheduler_output, granted)
+            self._begin_step(metadata, is_empty=not step)
         except Exception as error:
             self.faults.note("build_connector_meta", error)
-            metadata.fences.copies_all_first = True
-            for tracker in granted.values():
-                self._describe_failed(metadata, scheduler_output, tracker)
+        self._steps.describe(metadata, scheduler_output, to_ask=self._to_ask, awaited=self._awaited)
         # They are on their way to the worker half only from here on.
         self._to_ask -= metadata.fences.awaited
+        if self._costs is not None and self._prefetches is not None:
+            number, num_tokens = metadata.fences.step, sum(step.values())
+            load_s = self._load_choice.seconds(metadata.tokens_loaded_in_step)
+            now = time.monotonic()
+            metadata.is_timed = self._costs.begin_step(number, num_tokens, now, load_s=load_s)
         return metadata
 
-    def _describe_step(
-        self,
-        metadata: LMCacheConnectorMetadata,
-        scheduler_output: SchedulerOutput,
-        granted: Mapping[str, RequestTracker],
-    ) -> None:
-        metadata.fences = self._fences(scheduler_output)
+    def _begin_step(self, metadata: LMCacheConnectorMetadata, *, is_empty: bool) -> None:
         if self._prefetches is not None:
             metadata.prefetches = self._prefetches.take_orders()
-        step = scheduler_output.num_scheduled_tokens
         if not self._open_steps:
             # vLLM may say no more: the outcome of a step without tokens reaches nobody.
             self._log_finished()
-        self._open_steps += bool(step)
-        others_load = self._others_load(scheduler_output)
-        if others_load:
-            self._doubtful_steps = STEPS_IN_FLIGHT
-        for req_id, waiting in granted.items():
-            spec = waiting.load_spec
-            # vLLM's word: a request that waits for its load has blocks and computes nothing.
-            if spec is not None and spec.is_async and req_id in step:
-                spec.is_async = False
-            elif spec is not None and spec.is_async:
-                metadata.requests.append(self._describe_async_load(waiting, spec))
-        for req_id, num_scheduled in step.items():
-            tracker = self._trackers.get(req_id)
-            if tracker is None or tracker.namespace is None:
-                continue
-            # A promise must reach the worker whatever happens to the rest.
-            load_spec, tracker.load_spec = tracker.load_spec, None
-            if load_spec is not None and not load_spec.can_load:
-                load_spec = None
-            block_ids, tracker.granted_block_ids = tracker.granted_block_ids, []
-            if load_spec is not None and self._has_several_ranks:
-                # All ranks know of it alike: none loads, and none saves the step.
-                metadata.unloadable_block_ids |= self._promised_blocks(load_spec, block_ids)
-                load_spec = None
-            try:
-                block_ids = compat.block_table(scheduler_output, req_id) or block_ids
-                drafts = len(scheduler_output.scheduled_spec_decode_tokens.get(req_id, ()))
-                req = self._describe(
-                    tracker, load_spec, block_ids, num_scheduled - drafts, metadata.fences
-                )
-            except Exception as error:
-                self.faults.note("build_connector_meta", error)
-                if load_spec is not None:
-                    metadata.unloadable_block_ids |= self._promised_blocks(load_spec, block_ids)
-                continue
-            if req is not None:
-                metadata.requests.append(req)
-        if step:
-            self._doubtful_steps = max(0, self._doubtful_steps - 1)
-        loads = any(req.load_spec and not req.load_spec.is_async for req in metadata.requests)
-        loads |= others_load
-        tables: dict[str, list[int]] = {}
-        if loads or any(loaded for loaded, _ in self._last_tables):
-            # What is computed on a load that will have failed must be found again.
-            tables = {req_id: compat.block_table(scheduler_output, req_id) for req_id in step}
-        self._last_tables.append((loads, tables))
-        self._load_choice.begin_step(others_run=bool(step))
-
-    def _others_load(self, scheduler_output: SchedulerOutput) -> bool:
-        """Whether another connector beside ours loads what this very step computes on.
-
-        If that fails, our worker half is not told, and the scheduler half not before the step has
-        ended: it would have saved what was computed on nothing.
-        """
-        unpromised, self._unpromised = self._unpromised, []
-        return compat.has_loads_in_step(scheduler_output) and any(
-            tracker.request.num_computed_tokens > max(tracker.local_tokens, tracker.awaited_end)
-            for tracker in unpromised
-        )
-
-    def _promised_blocks(self, spec: LoadSpec, block_ids: list[int]) -> set[int]:
-        start, end = spec.vllm_cached_tokens, spec.lmcache_cached_tokens
-        return failed_blocks(block_ids, self._block_tokens, start, end)
-
-    def _describe_failed(
-        self,
-        metadata: LMCacheConnectorMetadata,
-        scheduler_output: SchedulerOutput,
-        tracker: RequestTracker,
-    ) -> None:
-        """What was promised to a request and has not reached the description is not loaded."""
-        spec, tracker.load_spec = tracker.load_spec, None
-        if spec is None:
-            return
-        req_id, block_ids = tracker.request.request_id, tracker.granted_block_ids
-        if req_id in scheduler_output.num_scheduled_tokens:
-            metadata.unloadable_block_ids |= self._promised_blocks(spec, block_ids)
-        else:
-            metadata.requests.append(ReqMeta(req_id, 0, b"", block_ids, "", load_spec=spec))
-            tracker.tried_after = tracker.request.num_preemptions
-
-    def _describe_async_load(self, tracker: RequestTracker, spec: LoadSpec) -> ReqMeta:
-        tracker.load_spec = None
-        block_ids, tracker.granted_block_ids = tracker.granted_block_ids, []
-        chunk_size, end = self._chunk_size, spec.lmcache_cached_tokens
-        # As if computed: if it fails, vLLM's own count comes out lower.
-        tracker.saved_tokens = end // chunk_size * chunk_size
-        tracker.computed_tokens = min(end, tracker.request.num_tokens - 1)
-        tracker.awaited_end = end
-        tracker.tried_after = tracker.request.num_preemptions
-        hashes = b""
-        try:
-            hashes = tracker.chain.hashes(end // chunk_size)
-        except Exception as error:
-            # Without hashes it loads nothing, and that is said: vLLM waits for an answer.
-            self.faults.note("build_connector_meta", error)
-        return ReqMeta(
-            req_id=tracker.request.request_id,
-            num_tokens=0,
-            hashes=hashes,
-            block_ids=block_ids,
-            namespace=tracker.namespace or "",
-            load_spec=spec,
-        )
-
-    def _fences(self, scheduler_output: SchedulerOutput) -> SaveFences:
-        """What saves of earlier steps have to do with this step."""
-        self._step += 1
-        preempted = set(scheduler_output.preempted_req_ids or ())
-        for req_id in preempted:
-            if (tracker := self._trackers.get(req_id)) is not None:
-                # When the step begins they are done.
-                tracker.last_save_step = 0
-        copied_first = preempted
-        if not scheduler_output.num_scheduled_tokens:
-            # Nothing is held up, and vLLM would only come back for them again and again.
-            copied_first = preempted | self._awaited
-        return SaveFences(self._step, copied_first, awaited=set(self._to_ask))
-
-    def _describe(
-        self,
-        tracker: RequestTracker,
-        load_spec: LoadSpec | None,
-        block_ids: list[int],
-        num_new_tokens: int,
-        fences: SaveFences,
-    ) -> ReqMeta | None:
-        chunk_size = self._chunk_size
-        computed = tracker.request.num_computed_tokens + num_new_tokens
-        if load_spec is not None:
-            # What is loaded is stored; what was handed out before may have been evicted since.
-            tracker.saved_tokens = load_spec.lmcache_cached_tokens // chunk_size * chunk_size
-        elif tracker.request.num_computed_tokens < tracker.computed_tokens:
-            # A failed load or a preemption took tokens back: they are computed, and saved, again.
-            valid = tracker.request.num_computed_tokens // chunk_size * chunk_size
-            tracker.saved_tokens = min(tracker.saved_tokens, valid)
-            # What others have saved of these blocks is written anew, too.
-            fences.copies_all_first = True
-        tracker.computed_tokens = computed
-        save_end = 0 if self._doubtful_steps else self._save_end(tracker, computed, block_ids)
-        save_spec = None
-        if save_end > tracker.saved_tokens:
-            skip = 0 if self._saves_all else tracker.saved_tokens
-            save_spec = SaveSpec(skip_leading_tokens=skip, can_save=True)
-            tracker.saved_tokens = save_end
-            tracker.last_save_step = self._step if self._saves_lag else 0
-        if load_spec is None and save_spec is None:
-            return None
-        load_end = 0 if load_spec is None else load_spec.lmcache_cached_tokens
-        if save_spec is not None:
-            self._note_contents(tracker, save_end // chunk_size)
-        return ReqMeta(
-            req_id=tracker.request.request_id,
-            num_tokens=save_end if save_spec else 0,
-            hashes=tracker.chain.hashes(max(load_end, save_end) // chunk_size),
-            block_ids=block_ids,
-            namespace=tracker.namespace or "",
-            load_spec=load_spec,
-            save_spec=save_spec,
-        )
-
-    def _note_contents(self, tracker: RequestTracker, num_chunks: int) -> None:
-        """What these chunks hold, for whoever is told that they are stored."""
-        if self.event_stream is None:
-            return
-        hashes = tracker.chain.hashes(num_chunks)
-        try:
-            self.event_stream.note(tracker.request, tracker.namespace or "", hashes)
-        except Exception as error:
-            self.faults.note("note_contents", error)
-
-    def _save_end(self, tracker: RequestTracker, computed: int, block_ids: list[int]) -> int:
-        """End of the full chunks that may be saved after this step, in tokens."""
-        if not self._saves or not tracker.can_save:
-            return 0
-        request, chunk_size = tracker.request, self._chunk_size
-        # Positions past the known tokens hold drafts, or tokens the scheduler has not seen yet.
-        end = min(computed, len(request.all_token_ids))
-        if not self._config.save_decode_cache:
-            end = min(end, request.num_prompt_tokens)
-        end = end // chunk_size * chunk_size
-        if end <= tracker.saved_tokens:
-            return 0
-        if not self._identities.is_current(tracker.epoch, tracker.adapter):
-            # From here on its KV is neither the old weights' nor the new ones'.
-            tracker.can_save = False
-            return 0
-        if NULL_BLOCK in block_ids:
-            block_tokens = self._block_tokens
-            hole = block_ids.index(NULL_BLOCK) * block_tokens
-            end = min(end, hole // chunk_size * chunk_size)
-        end = min(end, len(block_ids) * self._block_tokens // chunk_size * chunk_size)
-        tracker.extend_chain(end, chunk_size)
-        return min(end, tracker.chain.num_chunks * chunk_size)
+        self._open_steps += not is_empty
 
     # --- the end ------------------------------------------------------------------------------
 
@@ -568,6 +350,8 @@ class LMCacheSchedulerHalf:
         outcome = connector_output.kv_connector_worker_meta
         if isinstance(outcome, LMCacheWorkerMetadata):
             self._take_in(outcome.of_ranks())
+        if self._costs is not None:
+            self._costs.note_outcome(time.monotonic())
         self._log_finished()
 
     def _take_in(self, told_by_ranks: list[LMCacheWorkerMetadata]) -> None:
@@ -588,10 +372,23 @@ class LMCacheSchedulerHalf:
                 self.faults.note("update_connector_output", error)
         if self._prefetches is not None:
             for told in told_by_ranks:
-                self._prefetches.done(told.rank, told.prefetched)
+                brought = self._prefetches.done(told.rank, told.prefetched)
+                if self._costs is not None:
+                    self._learn(self._costs, told, brought)
         self._load_choice.measured(self._books.load_bytes_per_second)
         self.counts["hit_tokens"] = self._books.loaded_tokens
         self.counts["stored_tokens"] = self._books.stored_tokens
+
+    def _learn(self, costs: LoadCosts, told: LMCacheWorkerMetadata, brought: list[Brought]) -> None:
+        now = time.monotonic()
+        costs.has_tiers(told.rank, told.lower_tiers)
+        if told.timed_step is not None:
+            costs.end_step(told.timed_step, now)
+        waits = {each.req_id: each.seconds for each in brought if each.is_alone}
+        costs.take_in(told.rank, told.tier_reads, waits)
+        for each in brought:
+            costs.end_probe(each.req_id, now)
+        costs.copied_chunk_s = self._load_choice.seconds(self._chunk_size)
 
     def _find_workers(self) -> None:
         if self._client is not None:
@@ -616,15 +413,11 @@ class LMCacheSchedulerHalf:
         one would find them. And of the requests that share a failed block it lets one compute the
         block again; the others would go on with what they had from that one, even if it ends now.
         """
-        failed = set(invalid_block_ids)
-        newest: dict[str, list[int]] = {}
-        for _, tables in self._last_tables:
-            newest |= tables
-            for table in tables.values():
-                failed.update(table[_first_of(invalid_block_ids, table) :])
+        behind, newest = self._steps.tables_with(invalid_block_ids)
+        failed = invalid_block_ids | behind
         for req_id, table in newest.items():
             # An older table may name blocks that are somebody else's by now.
-            first = _first_of(invalid_block_ids, table)
+            first = first_of(invalid_block_ids, table)
             tracker = self._trackers.get(req_id)
             if tracker is not None and first < len(table):
                 compat.recompute_from(tracker.request, first * self._block_tokens)
@@ -695,6 +488,10 @@ class LMCacheSchedulerHalf:
         """Seconds that lookups took since the last call, where they go to another process."""
         return [] if self._client is None else self._client.take_round_trips()
 
+    def chunk_seconds(self) -> Mapping[str, float]:
+        """Seconds of a chunk by where it comes from, as far as they are known."""
+        return {} if self._costs is None else self._costs.chunk_seconds()
+
     def counters(self) -> dict[str, Any]:
         """What has happened since the start."""
         return {
@@ -747,8 +544,3 @@ class LMCacheSchedulerHalf:
         )
         self._trackers[request.request_id] = tracker
         return tracker
-
-
-def _first_of(block_ids: set[int], table: list[int]) -> int:
-    """Where the first of these blocks is in a block table; its end if none is."""
-    return next((at for at, block in enumerate(table) if block in block_ids), len(table))

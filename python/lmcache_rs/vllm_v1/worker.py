@@ -117,6 +117,7 @@ class LMCacheWorkerHalf:
         # Those that could not be made, with the reason.
         self._tiers_off: dict[str, str] = {}
         self._is_staging = False
+        self._timed_step: int | None = None
         self._outcomes: dict[str, RequestOutcome] = {}
         self._block_tokens = metadata.block_size or 1
         self._layers: dict[str, int] = {}
@@ -287,6 +288,8 @@ class LMCacheWorkerHalf:
         self._is_known = metadata.lookup_ids.get(self.rank) == self._lookup_id
         if self._owners is not None and self._engine is not None:
             self._engine.reads_from = self._owners.find(metadata.lookup_ids)
+        if metadata.is_timed:
+            self._timed_step = metadata.fences.step
         if self._prefetches is not None and metadata.prefetches is not None:
             self._prefetches.follow(metadata.prefetches)
         self._failed_block_ids |= metadata.unloadable_block_ids
@@ -556,8 +559,11 @@ class LMCacheWorkerHalf:
         )
         lookup_ids = {self.rank: self._lookup_id} if is_ready and not self._is_known else {}
         prefetched = set() if self._prefetches is None else self._prefetches.take_done()
-        is_news = outcomes or lookup_ids or self._failures or prefetched
-        if not is_news and saves_ended is None:
+        # After those that are done: what they have read is among it.
+        tier_reads = [] if self._storage is None else self._storage.reads.take()
+        timed_step, self._timed_step = self._timed_step, None
+        is_news = outcomes or lookup_ids or self._failures or prefetched or tier_reads
+        if not is_news and saves_ended is None and timed_step is None:
             return None
         return LMCacheWorkerMetadata(
             outcomes,
@@ -565,7 +571,10 @@ class LMCacheWorkerHalf:
             self._failures,
             load_bytes_per_second=self._load_speed.bytes_per_second,
             has_lower_tiers=self._prefetches is not None,
+            lower_tiers=() if self._storage is None else tuple(self._storage.backends)[1:],
             prefetched=prefetched,
+            tier_reads=tier_reads,
+            timed_step=timed_step,
             saves_ended=saves_ended,
             rank=self.rank,
         )
