@@ -15,6 +15,7 @@ from test_vllm_halves import BLOCK
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 
 from lmcache_rs.vllm_v1 import LMCacheConnectorV1Dynamic, connector
+from lmcache_rs.vllm_v1.compat import HOST_HIT_SOURCE
 from lmcache_rs.vllm_v1.faults import Faults
 from lmcache_rs.vllm_v1.metadata import LMCacheConnectorMetadata, LoadSpec, ReqMeta, SaveSpec
 
@@ -151,6 +152,9 @@ SCHEDULER_HOOKS: dict[str, tuple[Call, Any]] = {
     ),
     "shutdown": (lambda c: c.shutdown(), None),
 }
+if HOST_HIT_SOURCE is None:
+    # vLLM asks for it since 0.32.
+    del SCHEDULER_HOOKS["get_external_cache_hit_sources"]
 WORKER_HOOKS: dict[str, tuple[Call, Any]] = {
     "start_load_kv": (lambda c: c.start_load_kv(None), None),  # type: ignore[arg-type]
     "wait_for_layer_load": (lambda c: c.wait_for_layer_load(LAYER), None),

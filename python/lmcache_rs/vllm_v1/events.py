@@ -222,12 +222,11 @@ class KVEventStream:
     ) -> KVEventStream:
         """The stream of an engine."""
         spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
-        block_tokens = compat.block_size_of(kv_cache_config)
         return cls(
             num_ranks=len(compat.storing_ranks_of(vllm_config, kv_cache_config)),
             chunk_size=chunk_size,
-            block_tokens=block_tokens,
-            hash_tokens=kv_cache_config.hash_block_size or block_tokens,
+            block_tokens=compat.block_size_of(kv_cache_config),
+            hash_tokens=compat.hash_block_size_of(kv_cache_config),
             num_blocks=kv_cache_config.num_blocks,
             kind=get_kv_cache_spec_kind(spec).value,
             window=get_kv_cache_spec_sliding_window(spec),
