@@ -216,7 +216,7 @@ HONOURED: Mapping[str, Key] = {
             None,
             "",
             "Store the tail of a prompt that fills no chunk. Left out: true in `process_tokens` "
-            "used alone, false in engine and connector.",
+            "used alone, false in the engine. No effect under vLLM: full chunks alone are kept.",
         ),
         Key(
             "pre_caching_hash_algorithm",

@@ -44,11 +44,16 @@ def test_unknown_key_stops_start_up_and_names_the_nearest() -> None:
 def test_foreign_keys_and_builtin_hash_get_one_line_each(baseline: Baseline) -> None:
     spec = replace(
         PLAIN,
-        extra=(("lmcache.enable_p2p", True), ("lmcache.pre_caching_hash_algorithm", "builtin")),
+        extra=(
+            ("lmcache.enable_p2p", True),
+            ("lmcache.pre_caching_hash_algorithm", "builtin"),
+            ("lmcache.save_unfull_chunk", True),
+        ),
     )
     hits, log = serve_twice(spec, baseline, "foreign keys")
     assert hits == [0, 192]
     assert log.count("enable_p2p") >= 1
+    assert log.count("save_unfull_chunk has no effect") == 1
     assert [line for line in log.splitlines() if "builtin" in line and "sha256_cbor" in line]
 
 

@@ -269,6 +269,8 @@ class LMCacheManager:
                 self._say("setting %s = %s (%s)", key, value, source)
         for notice in self.config.notices:
             self._say("%s", notice)
+        if self.config.save_unfull_chunk:
+            self._say("save_unfull_chunk has no effect under vLLM: full chunks alone are kept")
         if self.config.local_disk_paths and not self.config.is_set("max_local_disk_size"):
             compat.logger.warning(
                 "lmcache_rs: NO TIER ON DISK: local_disk is set, and max_local_disk_size, the GB "
