@@ -21,7 +21,7 @@ from lmcache_rs.vllm_v1.metadata import ONLY_RANK, LMCacheWorkerMetadata
 from lmcache_rs.vllm_v1.metrics import scheduler_totals
 from lmcache_rs.vllm_v1.prefetches import AskedPrefetches
 
-CHUNK_S = 1.0
+CHUNK_S = 100.0
 
 
 class Shelf(StorageBackend):
