@@ -217,29 +217,13 @@ def test_pipeline_parallel_stages_each_load_their_layers(
     exercise(engine, baseline, "pipeline parallel", 2)
 
 
-DENSE_REPLICAS = EngineSpec(layout="mp", num_blocks=128, env=(CORES,))
-
-
 @soak
-@pytest.mark.parametrize(
-    ("spec", "a_chunk"),
-    [
-        # vLLM tells replicas of each other only where they share experts.
-        (DENSE_REPLICAS, chunk_bytes(DENSE_REPLICAS)),
-        (replace(LATENT, options="{}"), LATENT_CHUNK_BYTES),
-    ],
-    ids=["dense", "experts"],
-)
-def test_replicas_each_load_what_they_stored(
-    baseline: Baseline, spec: EngineSpec, a_chunk: int
-) -> None:
+def test_replicas_each_load_what_they_stored(baseline: Baseline) -> None:
+    spec = EngineSpec(layout="mp", num_blocks=128, env=(CORES,))
     source = Prompts("data parallel")
     prompts = [source.fresh(n) for n in (199, 300)]
-    wanted_answers = baseline.ask(prompts, MAX_TOKENS, model=spec.model)
-    right = [answer.tokens for answer in wanted_answers]
-    compilation = spec.llm_arguments().get("compilation_config", {})
-    more = {"--data-parallel-size": "2", "--compilation-config": json.dumps(compilation)}
-    with Server(spec, more) as server:
+    right = [answer.tokens for answer in baseline.ask(prompts, MAX_TOKENS)]
+    with Server(spec, {"--data-parallel-size": "2"}) as server:
         for round_number in range(2):
             for replica in range(2):
                 said = [server.complete(prompt, MAX_TOKENS, replica) for prompt in prompts]
@@ -249,7 +233,7 @@ def test_replicas_each_load_what_they_stored(
                 server.reset()
                 server.worker("probe_poison", 1)
         until = time.monotonic() + 10
-        wanted = sum(map(stored, prompts)) // CHUNK * a_chunk
+        wanted = sum(map(stored, prompts)) // CHUNK * chunk_bytes(spec)
         while server.metrics("loaded_bytes") != {0: wanted, 1: wanted}:
             assert time.monotonic() < until, server.metrics("loaded_bytes")
             time.sleep(0.1)
