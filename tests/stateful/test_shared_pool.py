@@ -78,7 +78,8 @@ class SharedPool(RuleBasedStateMachine):
         self.connections: list[_native.RegionReader | None] = [
             self.connect() for _ in range(NUM_READERS)
         ]
-        # Readers whose connection has ended without their knowing.
+        # Readers that have a connection, and those of them whose has ended without their knowing.
+        self.connected = set(range(1, 1 + NUM_READERS))
         self.stale: set[int] = set()
         # Shares not yet taken of each prompt's lease, and the chunks that it covers.
         self.shares: dict[int, set[int]] = {}
@@ -188,8 +189,12 @@ class SharedPool(RuleBasedStateMachine):
         if number in self.stale:
             # It finds out now, and has failed; nobody was asked.
             self.stale.discard(number)
+            self.connected.discard(number)
             assert end == skip
             return
+        if number:
+            # One that knew that it has none has made a new one.
+            self.connected.add(number)
         sure = self.take_share(prompt, number)
         assert end >= max(sure * CHUNK, skip), "a promise was not kept"
         assert tokens == end - skip
@@ -213,17 +218,18 @@ class SharedPool(RuleBasedStateMachine):
         alive = self.connections[reader]
         if alive is None:
             self.connections[reader] = self.connect()
+            self.connected.add(1 + reader)
         else:
             alive.close()
             self.connections[reader] = None
+            self.connected.discard(1 + reader)
             self.stale.discard(1 + reader)
 
     @rule()
     def the_server_starts_anew(self) -> None:
         self.server.close()
         self.serve()
-        alive = enumerate(self.connections, 1)
-        self.stale = {number for number, connection in alive if connection is not None}
+        self.stale = set(self.connected)
 
     # --- what always holds --------------------------------------------------------------------
 
