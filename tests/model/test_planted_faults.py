@@ -334,6 +334,8 @@ def a_step_described_before_a_failure_was_heard_of_is_saved(plant: pytest.Monkey
     "a stored chunk holds the KV of its prefix",
     "a load writes promised slots only",
     "what was promised is delivered or reported",
+    # The blocks of before a preemption are others' by now, or nobody's.
+    "no block is free while a copy reads it",
 )
 def block_tables_are_only_ever_appended_to(plant: pytest.MonkeyPatch) -> None:
     current = compat.block_table
