@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from plain_shelf import Shelf
 
 from lmcache_rs import CacheEngineKey, cli, doctor
-from lmcache_rs.storage import StorageBackend
 
 
 @pytest.fixture(autouse=True)
@@ -21,25 +21,6 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
         if name.upper().startswith("LMCACHE_"):
             monkeypatch.delenv(name)
-
-
-class Shelf(StorageBackend):
-    """A dictionary that keeps its promises."""
-
-    def __init__(self) -> None:
-        self.chunks: dict[str, tuple[bytes, bytes]] = {}
-
-    def put(self, key: CacheEngineKey, data: memoryview, metadata: bytes) -> None:
-        self.chunks[str(key)] = bytes(data), metadata
-
-    def get(self, key: CacheEngineKey) -> tuple[bytes, bytes] | None:
-        return self.chunks.get(str(key))
-
-    def contains(self, key: CacheEngineKey) -> bool:
-        return str(key) in self.chunks
-
-    def remove(self, key: CacheEngineKey) -> bool:
-        return self.chunks.pop(str(key), None) is not None
 
 
 class Damaged(Shelf):
@@ -96,7 +77,7 @@ def disk(tmp_path: Path) -> dict[str, object]:
 def test_a_sound_machine_has_no_problems_and_every_tier_is_tried(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    backends = {"shelf": f"{__name__}:Shelf"}
+    backends = {"shelf": "plain_shelf:Shelf"}
     code, findings = run(capsys, tmp_path, **disk(tmp_path), storage_backends=backends)
     assert (code, problems(findings)) == (0, [])
     tried = [each["check"] for each in findings if "checksums equal" in each["found"]]

@@ -11,9 +11,7 @@ from pathlib import Path
 import pytest
 from test_vllm_halves import CHUNK, Pair, new_request
 
-from lmcache_rs import CacheEngineKey
 from lmcache_rs.lookup import Rank
-from lmcache_rs.storage import StorageBackend
 from lmcache_rs.storage.reads import TierRead
 from lmcache_rs.vllm_v1 import prefetches
 from lmcache_rs.vllm_v1.load_costs import NEVER, SHORTEST_WAIT_S, LoadCosts
@@ -24,29 +22,10 @@ from lmcache_rs.vllm_v1.prefetches import AskedPrefetches
 CHUNK_S = 100.0
 
 
-class Shelf(StorageBackend):
-    """A dictionary."""
-
-    def __init__(self) -> None:
-        self.chunks: dict[str, tuple[bytes, bytes]] = {}
-
-    def put(self, key: CacheEngineKey, data: memoryview, metadata: bytes) -> None:
-        self.chunks[str(key)] = bytes(data), metadata
-
-    def get(self, key: CacheEngineKey) -> tuple[bytes, bytes] | None:
-        return self.chunks.get(str(key))
-
-    def contains(self, key: CacheEngineKey) -> bool:
-        return str(key) in self.chunks
-
-    def remove(self, key: CacheEngineKey) -> bool:
-        return self.chunks.pop(str(key), None) is not None
-
-
 @pytest.fixture
 def pair(tmp_path: Path) -> Iterator[Pair]:
     """Over a shelf."""
-    tiers = {"shelf": f"{__name__}:Shelf"}
+    tiers = {"shelf": "plain_shelf:Shelf"}
     made = Pair({"refuse_slow_loads": True, "storage_backends": tiers, "lookup_timeout_ms": 60_000})
     yield made
     made.close()
@@ -223,7 +202,7 @@ def test_what_computing_takes_is_learned_from_steps(pair: Pair) -> None:
 
 
 def test_switched_off_nothing_is_refused_or_timed() -> None:
-    pair = Pair({"storage_backends": {"shelf": f"{__name__}:Shelf"}, "lookup_timeout_ms": 60_000})
+    pair = Pair({"storage_backends": {"shelf": "plain_shelf:Shelf"}, "lookup_timeout_ms": 60_000})
     assert pair.scheduler._costs is None
     stored_below(pair, 2, seed=1)
     assert pair.scheduler.chunk_seconds() == {}
