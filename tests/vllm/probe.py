@@ -501,7 +501,8 @@ class ProbeWorker:
         assert worker is not None
         worker._saves.wait()
         worker._saves.collect()
-        assert worker._storage is None or worker._storage.flush(30.0)
+        storage = worker._tiers.storage
+        assert storage is None or storage.flush(30.0)
         # A rank that reads another's has none.
         if worker.local_cpu is not None:
             worker.local_cpu.clear()
