@@ -69,15 +69,19 @@ class Stream:
         req: What is loaded, and where.
         keys: Its chunks, from the first of the prompt on.
         chunk_size: Tokens of a chunk.
+        faults: Where faults of ours are noted.
     """
 
-    def __init__(self, req: ReqMeta, keys: list[CacheEngineKey], chunk_size: int) -> None:
+    def __init__(
+        self, req: ReqMeta, keys: list[CacheEngineKey], chunk_size: int, faults: Faults
+    ) -> None:
         assert req.load_spec is not None
         self.req = req
         self.keys = keys
         self.spec = req.load_spec.stream or StreamSpec()
         self.skip = req.load_spec.vllm_cached_tokens
         self._chunk_size = chunk_size
+        self._faults = faults
         # Reads may go on behind it, copies may not: each begins under the lock, or not at all.
         self._lock = threading.Lock()
         self._copies: collections.deque[tuple[int, Transfer[Loaded]]] = collections.deque()
@@ -170,8 +174,9 @@ class Stream:
             due_end, copy = self._copies.popleft()
             try:
                 loaded = copy.outcome()
-            except Exception:
+            except Exception as error:
                 # What it has written is unknown: nothing from here on counts.
+                self._faults.note("finish_load", error)
                 loaded = Loaded(self._loaded.end, 0, 0)
             if not self._is_torn:
                 before = self._loaded
@@ -243,7 +248,7 @@ class Streams:
         assert req.load_spec is not None
         end = req.load_spec.lmcache_cached_tokens // self._engine.chunk_size
         keys = keys_of(self._own_name(req.namespace), req.hashes[: end * HASH_BYTES])
-        stream = Stream(req, keys, self._engine.chunk_size)
+        stream = Stream(req, keys, self._engine.chunk_size, self._faults)
         self._order_copies()
         with self._lock:
             self._give_up_late()
@@ -329,7 +334,7 @@ class Streams:
                 with self._on_device():
                     self._run(stream)
             except Exception as error:
-                self._faults.note("stream", error)
+                self._faults.note("start_load_kv", error)
             finally:
                 stream.finish()
                 stream.wait_for_copies(0)
