@@ -106,7 +106,7 @@ class Arm:
         worker: Any = get_kv_transfer_group()._manager.worker
         worker._saves.wait()
         worker._saves.collect()
-        assert worker._storage.flush(60.0)
+        assert worker._tiers.storage.flush(60.0)
         worker.local_cpu.clear()
 
     def bucket(self, bytes_per_second: float, burst_bytes: float) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import gc
 import random
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -124,9 +125,11 @@ class Engine:
             self.memory,
             settings.kv_role != "kv_producer",
             settings.recovers_from_sync_load,
+            settings.shelf,
             self._block_table,
         )
-        self.transfers = Transfers(self._store, self.memory, self.judge)
+        assert worker._manager.worker is not None, "the connector serves"
+        self.transfers = Transfers(worker._manager.worker, self._store, self.memory, self.judge)
         draw, lateness, failures = late or (random.Random(0), 0.0, 0.0)
         self.late = LateCopies(self._store, draw, lateness, failures)
         self.late.listen(worker, COPIES_GO_ON_BEFORE)
@@ -328,6 +331,12 @@ class Engine:
         storage._prefetch.submit(fetched, lambda: None, None)
         fetched.result(60)
         require(storage.flush(60), "puts end")
+        assert self.worker._manager.worker is not None
+        streams = self.worker._manager.worker._tiers._streams
+        deadline = time.monotonic() + 60
+        while streams is not None and streams._turns.current is not None:
+            require(time.monotonic() < deadline, "the thread that reads comes back")
+            time.sleep(0.001)
 
     def close(self) -> None:
         """Gives everything back, whatever happened before."""

@@ -21,6 +21,7 @@ from world import BLOCK, CHUNK, GARBAGE_TOKEN, PagedMemory, stored_form
 
 from lmcache_rs import _native
 from lmcache_rs.vllm_v1.metadata import LMCacheConnectorMetadata, ReqMeta
+from lmcache_rs.vllm_v1.steps import first_of
 
 HASH_BYTES = 32
 
@@ -71,6 +72,7 @@ class Judge:
         memory: The engine's KV memory.
         loads: Whether this engine's role lets it load.
         recovers: Whether vLLM recovers from a load that fails in the step that computes on it.
+        has_tiers: Whether chunks may come back from below host memory at any time.
         block_table: The blocks that vLLM holds for a request; None if it knows no such request.
     """
 
@@ -80,14 +82,18 @@ class Judge:
         memory: PagedMemory,
         loads: bool,
         recovers: bool,
+        has_tiers: bool,
         block_table: Callable[[str], list[int] | None],
     ) -> None:
         self._memory = memory
         self._loads = loads
         self._recovers = recovers
+        self._has_tiers = has_tiers
         self._block_table = block_table
         # Answers above zero that were neither taken up nor called off: each holds a lease.
         self._open_answers: dict[str, tuple[int, int, bool]] = {}
+        # Requests whose last answer is not there yet: what is leased for them may change meanwhile.
+        self._unanswered: set[str] = set()
         self._promised: dict[str, Promise] = {}
         # Loads that the worker half was told of and that are not said to be over.
         self.waited_for: dict[str, Promise] = {}
@@ -119,9 +125,12 @@ class Judge:
         num_new, is_async = answer
         self.seen["lookups"] += 1
         if num_new is None:
-            # What an earlier answer leased stays leased.
+            # What an earlier answer leased may stay leased.
             self.seen["pending answers"] += 1
+            self._open_answers.pop(request.request_id, None)
+            self._unanswered.add(request.request_id)
             return
+        self._unanswered.discard(request.request_id)
         self._open_answers.pop(request.request_id, None)
         require(num_new >= 0, "an answer is never negative", num_new)
         end = local + num_new
@@ -157,6 +166,7 @@ class Judge:
 
     def _finished(self, answer: tuple[bool, object], request: Request, _: object) -> None:
         self._open_answers.pop(request.request_id, None)
+        self._unanswered.discard(request.request_id)
         if answer[0]:
             self.kept.add(request.request_id)
             self.seen["requests kept for their saves"] += 1
@@ -208,6 +218,9 @@ class Judge:
                 f"request {req_id} blocks {missing - failed}",
             )
             whole = {slot // BLOCK for slot in slots} - missing
+            if promise.req is not None and promise.req.load_spec.stream is not None:
+                # Its copies are in order: what was copied behind one that has failed is lost.
+                whole -= set(promise.table[first_of(missing, promise.table) :])
             require(not whole & failed, "blocks that were delivered are not reported", whole)
         require(failed <= promised_blocks, "only promised blocks are reported", failed)
         self.seen["failed loads"] += bool(failed | outcome.failed)
@@ -232,7 +245,8 @@ class Judge:
         for layer, slots in enumerate(written):
             stray = slots - promise.may_be_written(self._memory)
             require(not stray, "a load writes promised slots only", f"layer {layer}", stray)
-        promise.written = written
+        before = promise.written or [set() for _ in written]
+        promise.written = [one | two for one, two in zip(before, written, strict=True)]
 
     def _take_finished(self, outcome: Outcome, loading: set[str]) -> dict[str, Promise]:
         """The loads that are said to be over."""
@@ -257,7 +271,7 @@ class Judge:
         Unless somebody else's copy of it has ended since: that is another chunk, and a right one.
         """
         req = promise.req
-        if req is not None:
+        if req is not None and not self._has_tiers:
             blocks = promise.table[promise.start // BLOCK : -(-promise.end // BLOCK)]
             at = next((at for at, block in enumerate(blocks) if block in failed_blocks), None)
             # Behind a window it may have been any chunk before that block.
@@ -360,12 +374,13 @@ class Judge:
     ) -> None:
         """Leases are held for open answers and for promises on their way, and for nothing else."""
         expected = len(self._open_answers) + num_undelivered
+        doubtful = len(self._unanswered)
         require(
-            books["leases"] == expected,
+            expected <= books["leases"] <= expected + doubtful,
             "leases are live lookups",
             f"{books['leases']} leases for {expected} open answers",
         )
-        held = expected + num_loading
+        held = expected + doubtful + num_loading
         require(held > 0 or books["leased_bytes"] == 0, "leased bytes are those", books)
         reserves = bool(books["reserved_bytes"])
         require(not (reserves and is_idle), "memory is reserved for copies under way only", books)

@@ -52,7 +52,7 @@ def stored_below(pair: Pair, num_chunks: int, seed: int) -> None:
     pair.step({request: num_chunks * CHUNK + 1})
     pair.finish(request)
     pair.step({})
-    storage = pair.worker._storage
+    storage = pair.worker._tiers.storage
     assert storage is not None
     assert storage.flush(60)
     pair.pool.clear()

@@ -495,13 +495,20 @@ class ProbeWorker:
             self.probe_break_loads(how, 1, limit)
         return is_meant
 
-    def probe_forget(self) -> None:
-        """Host memory loses every chunk, once the tiers below have what they were offered."""
+    def probe_settle(self) -> None:
+        """Returns once the tiers below have what they were offered."""
         worker = _probe()._manager.worker
         assert worker is not None
         worker._saves.wait()
         worker._saves.collect()
-        assert worker._storage is None or worker._storage.flush(30.0)
+        storage = worker._tiers.storage
+        assert storage is None or storage.flush(30.0)
+
+    def probe_forget(self) -> None:
+        """Host memory loses every chunk, once the tiers below have what they were offered."""
+        self.probe_settle()
+        worker = _probe()._manager.worker
+        assert worker is not None
         # A rank that reads another's has none.
         if worker.local_cpu is not None:
             worker.local_cpu.clear()

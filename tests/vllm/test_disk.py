@@ -111,14 +111,37 @@ def test_the_first_request_after_a_restart_is_served_from_disk(
     assert "LocalDiskBackend healthy" in engine.log()
 
 
-def test_of_a_hit_larger_than_the_pool_comes_the_prefix_that_fits(
+def counted(engine: Engine, name: str) -> int:
+    """One of the connector's counters."""
+    return int(engine.report().counters[name])
+
+
+def test_a_hit_larger_than_the_pool_comes_whole(
     filled: Filled, engine: Engine, baseline: Baseline
 ) -> None:
     forget(engine)
     large = filled.prompts[3]
-    reply, _ = check(engine, baseline, [large])
-    # Half the pool is what requests without blocks may hold.
-    assert reply.external_tokens == SMALL_POOL // chunk_bytes(SPEC) // 2 * CHUNK < stored(large)
+    assert stored(large) // CHUNK * chunk_bytes(SPEC) > SMALL_POOL
+    names = ("loaded_tokens", "streamed_loads", "streamed_chunks", "LocalDiskBackend_got_chunks")
+    before = [counted(engine, name) for name in names]
+    check(engine, baseline, [large], [(0, stored(large))])
+    after = [counted(engine, name) - old for name, old in zip(names, before, strict=True)]
+    assert after == [stored(large), 1, stored(large) // CHUNK, stored(large) // CHUNK]
+
+
+def test_what_the_engine_holds_of_a_hit_is_not_read(
+    filled: Filled, engine: Engine, baseline: Baseline
+) -> None:
+    large = filled.prompts[3]
+    held = 5 * CHUNK
+    forget(engine)
+    # The engine's own prefix cache has five chunks from now on, and host memory none.
+    check(engine, baseline, [replace(large, tokens=large.tokens[: held + 1])])
+    engine.worker("probe_forget")
+    before = counted(engine, "LocalDiskBackend_got_bytes")
+    check(engine, baseline, [large], [(held, stored(large) - held)])
+    read = counted(engine, "LocalDiskBackend_got_bytes") - before
+    assert read == (stored(large) - held) // CHUNK * chunk_bytes(SPEC)
 
 
 def test_files_that_are_deleted_under_load_are_misses_and_nothing_else(
@@ -194,6 +217,17 @@ def test_without_host_memory_as_a_tier_it_stages_for_the_disk(
         assert "tiers: local_cpu staging, LocalDiskBackend healthy" in other.log()
         for prompt in filled.prompts[:3]:
             check(other, baseline, [prompt], [(0, stored(prompt))])
+        # What is computed anew gets to the disk, too, piece by piece.
+        fresh = Prompts("staged").fresh(330)
+        for hits in (0, stored(fresh)):
+            other.worker("probe_settle")
+            other.cool()
+            check(other, baseline, [fresh], [(0, hits)])
+        # And nothing stays behind on the way, in either direction.
+        other.worker("probe_settle")
+        books = other.report().memory
+        assert books["free_bytes"] == books["capacity_bytes"]
+        assert books["chunks"] == books["leased_bytes"] == books["reserved_bytes"] == 0
 
 
 @pytest.mark.parametrize(

@@ -138,13 +138,15 @@ class LocalDiskBackend(StorageBackendInterface):
         future.set_result(self.batched_contains(keys))
         return future
 
-    def fetch(self, keys: Sequence[CacheEngineKey]) -> list[Arrival]:
-        """Reads chunks up to the first gap, to be published or sealed by the caller."""
+    def fetch(self, keys: Sequence[CacheEngineKey], into: LocalCpu | None = None) -> list[Arrival]:
+        """Reads chunks up to the first gap, to be published or sealed by the caller; into memory of
+        another pool, if one is given."""
         arrivals: list[Arrival] = []
         chunk_keys = _chunk_keys(keys)
         for namespace, hashes in runs(chunk_keys):
             due = len(arrivals) + len(hashes) // HASH_BYTES
-            for raw, parts, num_tokens in self.local_disk.get(namespace, hashes, self._deadline_s):
+            read = self.local_disk.get(namespace, hashes, self._deadline_s, into)
+            for raw, parts, num_tokens in read:
                 key = chunk_keys[len(arrivals)]
                 try:
                     form = None if parts is None else _form(*parts)

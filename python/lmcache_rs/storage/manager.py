@@ -21,7 +21,7 @@ from lmcache_rs.storage.events import EventManager, EventType
 from lmcache_rs.storage.local_cpu import LocalCPUBackend
 from lmcache_rs.storage.local_disk import LocalDiskBackend
 from lmcache_rs.storage.memory_obj import LayerView, MemoryObj, MemoryObjMetadata, described
-from lmcache_rs.storage.prefetch import PrefetchThread
+from lmcache_rs.storage.prefetch import Prefetched, PrefetchThread, Room
 from lmcache_rs.storage.reads import ReadLog, TierRead
 from lmcache_rs.storage.tier import BackendTier
 
@@ -372,14 +372,18 @@ class StorageManager:
         return keys[: next(has, len(keys))]
 
     def _from_below(
-        self, backend: StorageBackendInterface, keys: Sequence[CacheEngineKey]
+        self,
+        backend: StorageBackendInterface,
+        keys: Sequence[CacheEngineKey],
+        into: LocalCpu | None = None,
     ) -> list[MemoryObj]:
-        """What a tier below L1 has of these chunks, up to the first gap: in memory of our pool
-        where the tier leaves the place to us, so that it is published without another copy."""
+        """What a tier below L1 has of these chunks, up to the first gap: in memory of our pool, or
+        of the one given, where the tier leaves the place to us, so that it is published without
+        another copy."""
         if not isinstance(backend, BackendTier | LocalDiskBackend):
             return list(self._known(keys, backend.batched_get_blocking(keys)))
         arrived = []
-        for key, (memory_obj, record) in zip(keys, backend.fetch(keys), strict=False):
+        for key, (memory_obj, record) in zip(keys, backend.fetch(keys, into), strict=False):
             form = self._forms.get(key.namespace, self.form)
             if record.form is not None and form not in (None, record.form):
                 found = f"a chunk of {record.form} where the namespace holds {form}"
@@ -425,7 +429,8 @@ class StorageManager:
         lookup_id: str,
         keys: Sequence[CacheEngineKey],
         least_chunks: Mapping[str, int] | None = None,
-    ) -> Future[list[MemoryObj]]:
+        room: Room | None = None,
+    ) -> Future[Prefetched]:
         """Begins to bring the stored prefix of these chunks into L1, without waiting for any tier.
 
         What L1 has is not read again. The result is the chunks, held in memory; it is a LOADING
@@ -437,13 +442,15 @@ class StorageManager:
             keys: The chunks of one chain, in order.
             least_chunks: By tier, how many neighbouring chunks it must have to be read from; one
                 unless given.
+            room: For how many there is room: where more are missing none is read, and the result
+                says how many there are. As many as memory takes unless given.
 
         Raises:
             ValueError: There is such an event already.
         """
         keys = list(keys)
 
-        def fetch() -> list[MemoryObj]:
+        def fetch() -> Prefetched:
             by_tier = self._prefix_by_tier(keys, least_chunks)
             # Who has too few of them is not asked for those either.
             tiers = {
@@ -460,13 +467,19 @@ class StorageManager:
                     self.reads.note(read)
 
             num_chunks = sum(len(chunks) for chunks in by_tier.values())
+            num_missing = num_chunks - len(by_tier.get(L1, ()))
+            if room is not None and num_missing > room.num_chunks():
+                return Prefetched(num_stored=num_chunks)
             stored = self._get_from(tiers, keys[:num_chunks], publish_prefix=True, note=note)
-            return [memory_obj for memory_obj in stored if memory_obj is not None]
+            brought = Prefetched(memory_obj for memory_obj in stored if memory_obj is not None)
+            if len(brought) < num_chunks and room is not None and room.is_full():
+                brought.num_stored = num_chunks
+            return brought
 
-        future: Future[list[MemoryObj]] = Future()
+        future: Future[Prefetched] = Future()
         # Entered before it begins: an id in use starts nothing.
         self.event_manager.add_event(EventType.LOADING, lookup_id, future)
-        self._prefetch.submit(future, fetch, [])
+        self._prefetch.submit(future, fetch, Prefetched())
         return future
 
     @property

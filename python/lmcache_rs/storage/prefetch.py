@@ -1,15 +1,65 @@
-"""The thread that brings chunks into host memory: `PrefetchThread`."""
+"""The thread that brings chunks into host memory, what comes of it, and for how much there is room:
+`PrefetchThread`, `Prefetched`, `Room`.
+"""
 
 from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from lmcache_rs._native import LocalCpu
+
+if TYPE_CHECKING:
+    from lmcache_rs.storage.memory_obj import MemoryObj
 
 T = TypeVar("T")
 _Jobs = queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
+
+
+class Room:
+    """How many chunks may be brought into a pool: those that a lookup could lease afterwards.
+
+    Args:
+        pool: The pool.
+        chunk_bytes: Bytes of a chunk.
+        is_closed: Whether there is never room: what is stored is only counted.
+    """
+
+    def __init__(self, pool: LocalCpu, chunk_bytes: int, *, is_closed: bool = False) -> None:
+        self._pool = pool
+        self._chunk_bytes = chunk_bytes
+        self._is_closed = is_closed
+
+    def num_chunks(self) -> int:
+        """How many it is now."""
+        if self._is_closed:
+            return 0
+        usage = self._pool.usage()
+        leased_bytes = usage["leased_bytes"]
+        free_bytes = usage["capacity_bytes"] // 2 - leased_bytes
+        # A lookup leases a first chunk whatever the pool's size.
+        return max(not leased_bytes, free_bytes // self._chunk_bytes)
+
+    def is_full(self) -> bool:
+        """Whether the pool has no place for another chunk, and nothing that it could evict."""
+        return self._pool.allocate([self._chunk_bytes]) is None
+
+
+class Prefetched(list["MemoryObj"]):
+    """Chunks that were brought, held.
+
+    Args:
+        chunks: They, from the first to the first gap.
+        num_stored: Chunks that are stored, in whichever tier, as far as is known: more than were
+            brought, where those had no room.
+    """
+
+    def __init__(self, chunks: Iterable[MemoryObj] = (), num_stored: int | None = None) -> None:
+        super().__init__(chunks)
+        self.num_stored = len(self) if num_stored is None else num_stored
 
 
 class PrefetchThread:

@@ -219,9 +219,10 @@ class BackendTier(StorageBackendInterface):
 
         return self._fetch("batched_get", keys, seal)
 
-    def fetch(self, keys: Sequence[CacheEngineKey]) -> list[Arrival]:
-        """Reads chunks up to the first gap, to be published or sealed by the caller."""
-        arrivals: list[Arrival] = self._fetch("batched_get", keys, list).result()
+    def fetch(self, keys: Sequence[CacheEngineKey], into: LocalCpu | None = None) -> list[Arrival]:
+        """Reads chunks up to the first gap, to be published or sealed by the caller; into memory of
+        another pool, if one is given."""
+        arrivals: list[Arrival] = self._fetch("batched_get", keys, list, into).result()
         return arrivals
 
     def _fetch(
@@ -229,6 +230,7 @@ class BackendTier(StorageBackendInterface):
         verb: str,
         keys: Sequence[CacheEngineKey],
         give: Callable[[list[Arrival]], Any],
+        into: LocalCpu | None = None,
     ) -> Answer[Any]:
         chunk_keys = [_chunk_key(key) for key in keys]
         arrivals: list[Arrival] = []
@@ -253,7 +255,7 @@ class BackendTier(StorageBackendInterface):
                 if answer.done() or found is None:
                     break
                 try:
-                    arrivals.append(self._checked(key, found))
+                    arrivals.append(self._checked(key, found, into or self._pool))
                 except _Refused as refused:
                     self.faults.note(refused.reason, verb, refused.found, key=key)
                     if refused.reason != "no_memory":
@@ -264,7 +266,7 @@ class BackendTier(StorageBackendInterface):
 
         return self.lane.ask(verb, call, give_once)
 
-    def _checked(self, key: CacheEngineKey, found: object) -> Arrival:
+    def _checked(self, key: CacheEngineKey, found: object, pool: LocalCpu) -> Arrival:
         """The chunk in memory of ours, if that is what the backend gave."""
         if not isinstance(found, tuple) or len(found) != 2:
             raise _Refused("type", f"{_kind(found)} where (data, metadata) is due")
@@ -283,7 +285,7 @@ class BackendTier(StorageBackendInterface):
             raise _Refused("size", f"{data.nbytes} bytes where {record.nbytes} were put")
         if record.positions is not None and len(record.positions) != 8 * record.num_tokens:
             raise _Refused("size", f"{len(record.positions)} bytes of positions")
-        allocated = self._pool.allocate([data.nbytes])
+        allocated = pool.allocate([data.nbytes])
         if allocated is None:
             raise _Refused("no_memory", f"no room for {data.nbytes} bytes")
         (memory_obj,) = allocated

@@ -34,6 +34,7 @@ class LayerwiseStep:
         chunk_size: Tokens of a chunk.
         faults: Where faults of ours are noted.
         own_name: The namespace under which this rank keeps what the scheduler half names.
+        first_saved: The first chunk of a request that a save stores if it is not there.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class LayerwiseStep:
         chunk_size: int,
         faults: Faults,
         own_name: Callable[[str], str],
+        first_saved: Callable[[ReqMeta], int],
     ) -> None:
         self.metadata = metadata
         self._native = native
@@ -50,6 +52,7 @@ class LayerwiseStep:
         self._chunk_size = chunk_size
         self._faults = faults
         self._own_name = own_name
+        self._first_saved = first_saved
         self._loads: list[tuple[ReqMeta, Loaded]] = []
         self._is_loading = False
         self._saves: list[ReqMeta] | None = None
@@ -141,8 +144,6 @@ class LayerwiseStep:
         for req in self.metadata.requests:
             if req.save_spec is None or not req.save_spec.can_save:
                 continue
-            # From chunk 0 on, not from what is known to be stored: what was evicted since is stored
-            # anew, or the chunks behind it could not be reached.
             num_chunks = req.num_tokens // self._chunk_size
             try:
                 self._native.add_save(
@@ -150,6 +151,7 @@ class LayerwiseStep:
                     req.hashes[: num_chunks * HASH_BYTES],
                     num_tokens=num_chunks * self._chunk_size,
                     blocks=req.block_ids,
+                    first=self._first_saved(req),
                 )
             except Exception as error:
                 self._faults.note("save_kv_layer", error)

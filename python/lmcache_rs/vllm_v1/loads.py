@@ -9,14 +9,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from lmcache_rs.cache_engine import Loaded
-from lmcache_rs.transfers import Transfer
 
 if TYPE_CHECKING:
     from lmcache_rs.vllm_v1.faults import Faults
     from lmcache_rs.vllm_v1.metadata import ReqMeta
+
+
+class RunningLoad(Protocol):
+    """What goes on beside the steps: a `Transfer`, or a `Stream` of them."""
+
+    def is_done(self) -> bool:
+        """Whether it has ended: its blocks are free to be used."""
+        ...
+
+    def outcome(self) -> Loaded:
+        """What it did; raises what became of it."""
+        ...
 
 
 class FinishedLoad(NamedTuple):
@@ -29,7 +40,7 @@ class FinishedLoad(NamedTuple):
 
 class _LoadUnderWay(NamedTuple):
     req: ReqMeta
-    transfer: Transfer[Loaded]
+    transfer: RunningLoad
     began: float
 
 
@@ -45,7 +56,7 @@ class AsyncLoads:
         self._under_way: list[_LoadUnderWay] = []
         self._finished: list[FinishedLoad] = []
 
-    def begin(self, req: ReqMeta, start: Callable[[ReqMeta], Transfer[Loaded] | None]) -> None:
+    def begin(self, req: ReqMeta, start: Callable[[ReqMeta], RunningLoad | None]) -> None:
         """Starts a load; one that cannot be started is over, with nothing loaded."""
         transfer, began = None, time.perf_counter()
         try:
@@ -83,7 +94,7 @@ class AsyncLoads:
         finished, self._finished = self._finished, []
         return finished
 
-    def _is_over(self, transfer: Transfer[Loaded]) -> bool:
+    def _is_over(self, transfer: RunningLoad) -> bool:
         try:
             return transfer.is_done()
         except Exception as error:
@@ -91,7 +102,7 @@ class AsyncLoads:
             self._faults.note("finish_load", error)
             return False
 
-    def _outcome(self, req: ReqMeta, transfer: Transfer[Loaded]) -> Loaded:
+    def _outcome(self, req: ReqMeta, transfer: RunningLoad) -> Loaded:
         try:
             return transfer.outcome()
         except Exception as error:

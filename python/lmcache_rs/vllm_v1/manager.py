@@ -112,6 +112,7 @@ class LMCacheManager:
         self._metadata = model_identity.stated(metadata, vllm_config, engine_start, rank)
         identities = identities_of(config, self._metadata, vllm_config, kv_cache_config)
         self._load_failure_policy = str(transfer.kv_load_failure_policy)
+        recomputes = self._load_failure_policy == "recompute"
         try:
             if config.local_cpu:
                 num_pools = compat.num_local_pools(vllm_config, kv_cache_config)
@@ -127,6 +128,7 @@ class LMCacheManager:
                     self._load_choice(),
                     ranks,
                     compat.storing_ranks_of(vllm_config, kv_cache_config),
+                    recomputes=recomputes,
                 )
             else:
                 self.worker = LMCacheWorkerHalf(
@@ -139,6 +141,7 @@ class LMCacheManager:
                     owner=compat.owner_of(kv_cache_config, rank),
                     num_readers=self._num_readers(rank),
                     fails_whole_loads=not compat.keeps_all_blocks(kv_cache_config),
+                    recomputes=recomputes,
                 )
             self._meter = self._new_meter()
             if self.scheduler is not None and events.are_wanted(vllm_config):

@@ -15,6 +15,7 @@ from lmcache_rs.storage.reads import TierRead
 from lmcache_rs.vllm_v1.events import RankReport
 from lmcache_rs.vllm_v1.prefetches import PrefetchOrders
 from lmcache_rs.vllm_v1.saves import SaveFences
+from lmcache_rs.vllm_v1.streams import StreamSpec
 
 ONLY_RANK = Rank(0, 0, 0)
 NULL_BLOCK = 0
@@ -33,6 +34,7 @@ class LoadSpec:
             may lie before the end: the last token of a prompt is always computed.
         is_async: Whether the request waits for the load while others compute. Then the worker says
             when it is done; otherwise the tokens are there when the step computes.
+        stream: How it goes past host memory, where that has no room for it; only if `is_async`.
     """
 
     vllm_cached_tokens: int
@@ -40,6 +42,7 @@ class LoadSpec:
     can_load: bool = False
     computed_from: int | None = None
     is_async: bool = False
+    stream: StreamSpec | None = None
 
 
 @dataclass
@@ -163,6 +166,7 @@ class LMCacheWorkerMetadata(KVConnectorWorkerMetadata):
         has_lower_tiers: Whether there are tiers below host memory.
         lower_tiers: Their names, where they are known to be there.
         prefetched: Requests whose chunks have been brought from there, as far as they are there.
+        streamable: Of those, chunks from the first asked for on that could be streamed.
         tier_reads: What reading them took.
         timed_step: The step that is over and was to be timed.
         saves_ended: The last step that, with all before it, has no save under way; None if there
@@ -179,6 +183,7 @@ class LMCacheWorkerMetadata(KVConnectorWorkerMetadata):
     has_lower_tiers: bool = False
     lower_tiers: tuple[str, ...] = ()
     prefetched: set[str] = field(default_factory=set)
+    streamable: dict[str, int] = field(default_factory=dict)
     tier_reads: list[TierRead] = field(default_factory=list)
     timed_step: int | None = None
     saves_ended: int | None = None

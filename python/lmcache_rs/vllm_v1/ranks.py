@@ -118,6 +118,11 @@ class RankBooks:
         return self.lookup_ids.keys() == self._ranks
 
     @property
+    def all_have_lower_tiers(self) -> bool:
+        """Whether every rank has tiers below its host memory."""
+        return self.with_lower_tiers == self._ranks
+
+    @property
     def stores(self) -> dict[Rank, str]:
         """Where the ranks that keep KV can be asked."""
         return {rank: name for rank, name in self.lookup_ids.items() if rank in self._storing}

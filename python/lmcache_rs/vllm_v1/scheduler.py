@@ -30,6 +30,7 @@ from lmcache_rs.vllm_v1.metadata import (
 from lmcache_rs.vllm_v1.prefetches import AskedPrefetches, Brought
 from lmcache_rs.vllm_v1.ranks import RankBooks, RankNames
 from lmcache_rs.vllm_v1.steps import StepDescriber, first_of
+from lmcache_rs.vllm_v1.streams import StreamSpec
 from lmcache_rs.vllm_v1.tracker import RequestTracker
 
 if TYPE_CHECKING:
@@ -58,6 +59,8 @@ class LMCacheSchedulerHalf:
         load_choice: Which loads the step waits for; None for all of them.
         ranks: The engine's workers, each of which has to load what a request is promised.
         storing: Those of them that keep KV, which the others read; None for all.
+        recomputes: Whether vLLM computes what a load has failed to bring, and fails no request for
+            it: else nothing is promised but what host memory holds.
     """
 
     def __init__(
@@ -71,8 +74,11 @@ class LMCacheSchedulerHalf:
         load_choice: LoadChoice | None = None,
         ranks: Sequence[lookup.Rank] = (ONLY_RANK,),
         storing: Sequence[lookup.Rank] | None = None,
+        *,
+        recomputes: bool = False,
     ) -> None:
         self._config = config
+        self._recomputes = recomputes
         self._load_choice = load_choice or LoadChoice(config.max_sync_load_ms, token_bytes=0)
         # Where there are tiers below host memory.
         self._prefetches: AskedPrefetches | None = None
@@ -109,6 +115,7 @@ class LMCacheSchedulerHalf:
             "refused_loads": 0,
             "given_up_loads": 0,
             "probes": 0,
+            "promised_streams": 0,
         }
         self.faults = faults
         self._steps = StepDescriber(
@@ -163,15 +170,19 @@ class LMCacheSchedulerHalf:
         hit_chunks = self._lookup(self._client, tracker, tracker.namespace, hashes)
         if hit_chunks is None:
             return None, False
-        hit_tokens = hit_chunks * self._chunk_size
+        streamed_chunks = self._streamable_chunks(request.request_id)
+        is_streamed = streamed_chunks > hit_chunks
+        hit_tokens = max(hit_chunks, streamed_chunks) * self._chunk_size
         num_new = min(hit_tokens, request.num_tokens - 1) - num_computed_tokens
         if num_new <= 0 or num_new < self._config.min_retrieve_tokens:
             return self._promise_nothing(request.request_id)
         # A rank cannot tell from its own load whether another rank's has failed. Had the step been
         # computed already, what it computed there would have reached this rank through the layers
         # they compute together or in turn, and be saved here as if it were right.
-        is_async = self._has_several_ranks or self._load_choice.is_async(num_new)
+        is_async = is_streamed or self._has_several_ranks or self._load_choice.is_async(num_new)
         tracker.load_spec = LoadSpec(num_computed_tokens, hit_tokens, is_async=is_async)
+        if is_streamed:
+            tracker.load_spec.stream = self._stream_spec(num_new)
         if is_async and self._load_choice.may_load_last_token:
             num_new = hit_tokens - num_computed_tokens
         return num_new, is_async
@@ -179,14 +190,15 @@ class LMCacheSchedulerHalf:
     def _lookup(
         self, client: lookup.LookupClient, tracker: RequestTracker, namespace: str, hashes: bytes
     ) -> int | None:
-        """Chunks that host memory holds, once what lower tiers have is there, too."""
-        req_id = tracker.request.request_id
-        hit_chunks = client.lookup(hashes, req_id, namespace)
+        """Chunks that host memory holds, once what lower tiers have is there, too; those that the
+        engine has itself need not be held."""
+        req_id, first = tracker.request.request_id, tracker.local_tokens // self._chunk_size
+        hit_chunks = self._held_chunks(client, tracker, namespace, hashes)
         prefetches = self._prefetches
         if prefetches is None or hit_chunks is None or hit_chunks * HASH_BYTES == len(hashes):
             return hit_chunks
         verdict = Verdict()
-        if self._costs is not None and not prefetches.is_known(req_id, namespace, hashes):
+        if self._costs is not None and not prefetches.is_known(req_id, namespace, hashes, first):
             # What the engine has itself, it need not compute either.
             has_chunks = max(hit_chunks, tracker.local_tokens // self._chunk_size)
             verdict = self._costs.judge(max(1, len(hashes) // HASH_BYTES - has_chunks))
@@ -194,8 +206,8 @@ class LMCacheSchedulerHalf:
                 prefetches.refuse(req_id, namespace, hashes)
                 self.counts["refused_loads"] += 1
             if verdict.refused_tiers and not prefetches.is_held_up:
-                self._probe(prefetches, verdict, namespace, hashes, hit_chunks)
-        of = verdict.least_chunks, verdict.compute_s
+                self._probe(prefetches, verdict, namespace, hashes, hit_chunks, first)
+        of = verdict.least_chunks, verdict.compute_s, first
         if prefetches.is_pending(req_id, namespace, hashes, *of):
             if prefetches.is_new(req_id):
                 self._steps.note_contents(tracker, len(hashes) // HASH_BYTES)
@@ -203,10 +215,41 @@ class LMCacheSchedulerHalf:
         if prefetches.settle(req_id):
             # Asked before the chunks were there; the lease stays, and is renewed.
             client.end(req_id, release=False)
-            found, hit_chunks = hit_chunks, client.lookup(hashes, req_id, namespace)
+            found = hit_chunks
+            hit_chunks = self._held_chunks(client, tracker, namespace, hashes)
             if hit_chunks and self._costs is not None and self._costs.cuts_a_chunk:
                 hit_chunks = max(found, hit_chunks - 1)
         return hit_chunks
+
+    def _held_chunks(
+        self, client: lookup.LookupClient, tracker: RequestTracker, namespace: str, hashes: bytes
+    ) -> int | None:
+        """End of the chunks that host memory holds, and are leased now, or that the engine has."""
+        req_id, first = tracker.request.request_id, tracker.local_tokens // self._chunk_size
+        if tracker.looked_up_from != first or not first:
+            hit_chunks = client.lookup(hashes, req_id, namespace)
+            if hit_chunks is None or hit_chunks >= first:
+                return hit_chunks
+            # It lacks some that the engine has: those behind them may be there all the same.
+            tracker.looked_up_from = first
+        hit_chunks = client.lookup(hashes[first * HASH_BYTES :], req_id, namespace)
+        return None if hit_chunks is None else first + hit_chunks
+
+    def _streamable_chunks(self, req_id: str) -> int:
+        """End of the chunks that can be loaded past host memory; 0 if there are none."""
+        prefetches = self._prefetches
+        if prefetches is None or not self._recomputes or not self._books.all_have_lower_tiers:
+            return 0
+        num_chunks = prefetches.streamable(req_id)
+        if num_chunks and self._costs is not None and self._costs.cuts_a_chunk:
+            num_chunks -= 1
+        return num_chunks
+
+    def _stream_spec(self, num_tokens: int) -> StreamSpec:
+        if self._costs is None:
+            return StreamSpec()
+        verdict = self._costs.judge(max(1, num_tokens // self._chunk_size))
+        return StreamSpec(verdict.compute_s, tuple(verdict.refused_tiers))
 
     def _probe(
         self,
@@ -215,6 +258,7 @@ class LMCacheSchedulerHalf:
         namespace: str,
         hashes: bytes,
         hit_chunks: int,
+        first: int,
     ) -> None:
         """Has a little of what is refused read in the background, if that is due."""
         assert self._costs is not None
@@ -228,7 +272,7 @@ class LMCacheSchedulerHalf:
         probe_id = f"\0probe {self.counts['probes']}"
         others = {other: NEVER for other in self._costs.all_tiers() if other != tier}
         end = (hit_chunks + num_chunks) * HASH_BYTES
-        prefetches.probe(probe_id, namespace, hashes[:end], others)
+        prefetches.probe(probe_id, namespace, hashes[:end], others, first)
         self._costs.start_probe(tier, probe_id, now)
 
     def _awaits_workers(self) -> bool:
@@ -277,6 +321,8 @@ class LMCacheSchedulerHalf:
         if not spec.is_async:
             self._load_choice.take(num_external_tokens)
         self.counts["promised_tokens"] += num_external_tokens
+        self.counts["promised_streams"] += spec.stream is not None
+        tracker.is_streamed = tracker.is_streamed or spec.stream is not None
         self._end_lookup(req_id, release=False)
 
     # --- the step -----------------------------------------------------------------------------
@@ -372,7 +418,7 @@ class LMCacheSchedulerHalf:
                 self.faults.note("update_connector_output", error)
         if self._prefetches is not None:
             for told in told_by_ranks:
-                brought = self._prefetches.done(told.rank, told.prefetched)
+                brought = self._prefetches.done(told.rank, told.prefetched, told.streamable)
                 if self._costs is not None:
                     self._learn(self._costs, told, brought)
         self._load_choice.measured(self._books.load_bytes_per_second)
@@ -443,6 +489,8 @@ class LMCacheSchedulerHalf:
         try:
             if self._prefetches is not None:
                 self._prefetches.end(req_id)
+                if tracker is not None and tracker.is_streamed:
+                    self._prefetches.stop_stream(req_id)
             self._end_lookup(req_id, release=True)
         except Exception as error:
             self.faults.note("request_finished", error)

@@ -65,7 +65,8 @@ class StepDescriber:
         self._chunk_size = config.chunk_size
         self._block_tokens = block_tokens
         self._saves = kv_role != "kv_consumer"
-        self._saves_all = kv_role == "kv_producer"
+        # What only stages has let go of what was saved before.
+        self._saves_all = kv_role == "kv_producer" and config.local_cpu
         # Layer by layer, saves are done in their step.
         self._saves_lag = not config.use_layerwise
         self._faults = faults
@@ -149,8 +150,10 @@ class StepDescriber:
             if load_spec is not None and not load_spec.can_load:
                 load_spec = None
             block_ids, tracker.granted_block_ids = tracker.granted_block_ids, []
-            if load_spec is not None and self._has_several_ranks:
-                # All ranks know of it alike: none loads, and none saves the step.
+            is_streamed = load_spec is not None and load_spec.stream is not None
+            if load_spec is not None and (self._has_several_ranks or is_streamed):
+                # All ranks know of it alike: none loads, and none saves the step. Nor is anything
+                # streamed that the step waits for.
                 metadata.unloadable_block_ids |= self._promised_blocks(load_spec, block_ids)
                 load_spec = None
             try:

@@ -34,6 +34,9 @@ class RequestTracker:
         granted_block_ids: The block table at the moment blocks were granted for that promise.
         awaited_end: End of the tokens that it waits for, or has waited for, since it was admitted.
         tried_after: Its preemptions when it last waited for a load; -1 before that.
+        looked_up_from: The chunk from which on it is looked up, where host memory lacks chunks
+            before it that the engine has; else 0.
+        is_streamed: Whether a load of it may go past host memory still.
     """
 
     request: Request
@@ -50,6 +53,8 @@ class RequestTracker:
     granted_block_ids: list[int] = field(default_factory=list)
     awaited_end: int = 0
     tried_after: int = -1
+    looked_up_from: int = 0
+    is_streamed: bool = False
     local_tokens: int = 0
     external_tokens: int = 0
     stored_tokens: dict[lookup.Rank, int] = field(default_factory=dict)

@@ -10,7 +10,6 @@ the step ends them.
 
 from __future__ import annotations
 
-import importlib
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -18,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 from lmcache_rs import _native, lookup
 from lmcache_rs.cache_engine import LMCacheEngine, Loaded, Stored
-from lmcache_rs.key import HASH_BYTES, keys_of
+from lmcache_rs.key import HASH_BYTES
 from lmcache_rs.layouts import Layout, MemoryFormat
-from lmcache_rs.transfers import Transfer
 from lmcache_rs.vllm_v1 import compat, layerwise
 from lmcache_rs.vllm_v1.load_choice import LoadSpeed
-from lmcache_rs.vllm_v1.loads import AsyncLoads, FinishedLoad
+from lmcache_rs.vllm_v1.loads import AsyncLoads, FinishedLoad, RunningLoad
+from lmcache_rs.vllm_v1.lower_tiers import LowerTiers, hashes_of
 from lmcache_rs.vllm_v1.metadata import (
     ONLY_RANK,
     LMCacheConnectorMetadata,
@@ -33,7 +32,6 @@ from lmcache_rs.vllm_v1.metadata import (
     failed_blocks,
 )
 from lmcache_rs.vllm_v1.owners_memory import NO_MEMORY, OwnersMemory
-from lmcache_rs.vllm_v1.prefetches import RunningPrefetches
 from lmcache_rs.vllm_v1.ranks import RankNames
 from lmcache_rs.vllm_v1.saves import BackgroundSaves
 
@@ -41,7 +39,6 @@ if TYPE_CHECKING:
     import torch
 
     from lmcache_rs.config import LMCacheEngineConfig, LMCacheMetadata
-    from lmcache_rs.storage import StorageManager
     from lmcache_rs.vllm_v1.faults import Faults
 
 
@@ -69,6 +66,8 @@ class LMCacheWorkerHalf:
         num_readers: Other workers that read what this one keeps.
         fails_whole_loads: Whether an asynchronous load that ends early is of no use at all, as the
             engine keeps no block that lies behind a window.
+        recomputes: Whether vLLM computes what a load has failed to bring, and fails no request for
+            it: else nothing is promised but what is certain.
     """
 
     def __init__(
@@ -83,6 +82,7 @@ class LMCacheWorkerHalf:
         owner: lookup.Rank | None = None,
         num_readers: int = 0,
         fails_whole_loads: bool = False,
+        recomputes: bool = False,
     ) -> None:
         # There where another rank keeps what this one loads.
         self._owners: OwnersMemory | None = None
@@ -111,12 +111,8 @@ class LMCacheWorkerHalf:
         self._async_loads = AsyncLoads(faults)
         self._fails_whole_loads = fails_whole_loads
         self._load_speed = LoadSpeed()
-        # Where there are tiers below host memory.
-        self._storage: StorageManager | None = None
-        self._prefetches: RunningPrefetches | None = None
-        # Those that could not be made, with the reason.
-        self._tiers_off: dict[str, str] = {}
-        self._is_staging = False
+        can_stream = recomputes and not num_readers
+        self._tiers = LowerTiers(config, self._names.of, faults, can_stream=can_stream)
         self._timed_step: int | None = None
         self._outcomes: dict[str, RequestOutcome] = {}
         self._block_tokens = metadata.block_size or 1
@@ -157,18 +153,17 @@ class LMCacheWorkerHalf:
             PoolTooSmallError, MemoryError, OSError: The cache cannot serve; the engine can.
             LayoutError: The tensors are not what they are declared to be.
         """
-        is_staging = not self._config.local_cpu and self._config.wants_lower_tiers
-        if is_staging:
-            self._config = self._config.with_values("stages for the tiers below", local_cpu=True)
         num_blocks = self._config.chunk_size // self._block_tokens
         chunk_bytes = block_bytes * len(tensors) * num_blocks
         pool_bytes = self._config.max_local_cpu_bytes
-        if self._config.local_cpu and pool_bytes < chunk_bytes:
+        keeps = self._config.local_cpu or self._tiers.is_staging
+        if keeps and pool_bytes < chunk_bytes:
             raise PoolTooSmallError(
                 f"max_local_cpu_size is {pool_bytes} bytes, but one chunk of "
                 f"{self._config.chunk_size} tokens of this model takes {chunk_bytes}; "
                 f"set it to at least {chunk_bytes / 2**30:.4f} (GB)"
             )
+        self._config = self._tiers.share(chunk_bytes)
         # As both halves know it from the engine's declaration: it is part of every key.
         by_token = self._metadata.stored_form == MemoryFormat.KV_MLA_FMT.name
         layout: Layout = "mla" if by_token else "opaque"
@@ -191,39 +186,9 @@ class LMCacheWorkerHalf:
             engine.close()
             raise
         self._engine = engine
-        self._add_tiers(engine)
-        self._is_staging = is_staging
-        if is_staging and self._storage is None:
-            raise RuntimeError("local_cpu is false, and there is no tier below host memory")
+        self._tiers.add_to(engine)
         self._layers = {name: layer for layer, name in enumerate(layer_names)}
         self._saves.has_windows = has_windows
-
-    def _add_tiers(self, engine: LMCacheEngine) -> None:
-        if not self._config.wants_lower_tiers:
-            return
-        storage = engine.storage_manager
-        for name, error in storage.unavailable.items():
-            self._faults.note("local_disk", error)
-            self._tiers_off[name] = str(error)
-        for name, made_by in self._config.storage_backends.items():
-            try:
-                module, _, what = made_by.partition(":")
-                storage.add_backend(name, getattr(importlib.import_module(module), what)())
-            except Exception as error:
-                if self._config.strict:
-                    raise
-                self._faults.note("storage_backends", error)
-                self._tiers_off[name] = str(error)
-                compat.logger.error(
-                    "lmcache_rs: THE ENGINE SERVES WITHOUT TIER %s (%s): %s. `strict: true` makes "
-                    "this a stop.",
-                    name,
-                    made_by,
-                    error,
-                )
-        if storage.has_lower_tiers:
-            self._storage = storage
-            self._prefetches = RunningPrefetches(storage, self._faults, self._names.of)
 
     @property
     def is_registered(self) -> bool:
@@ -247,10 +212,8 @@ class LMCacheWorkerHalf:
 
     def tiers(self) -> list[str]:
         """The tiers in the order they are asked, each with its state, in words."""
-        host = "staging" if self._is_staging else "healthy" if self.capacity()[0] else "off"
-        lower = [] if self._storage is None else list(self._storage.backends)[1:]
-        off = [f"{name} off ({reason})" for name, reason in self._tiers_off.items()]
-        return [f"local_cpu {host}", *(f"{name} healthy" for name in lower), *off]
+        host = "staging" if self._tiers.is_staging else "healthy" if self.capacity()[0] else "off"
+        return [f"local_cpu {host}", *self._tiers.states()]
 
     @property
     def _chunk_bytes(self) -> int:
@@ -290,8 +253,7 @@ class LMCacheWorkerHalf:
             self._engine.reads_from = self._owners.find(metadata.lookup_ids)
         if metadata.is_timed:
             self._timed_step = metadata.fences.step
-        if self._prefetches is not None and metadata.prefetches is not None:
-            self._prefetches.follow(metadata.prefetches)
+        self._tiers.follow(metadata.prefetches)
         self._failed_block_ids |= metadata.unloadable_block_ids
         step = self._step_of(metadata)
         load = self._load if step is None else step.add_load
@@ -330,13 +292,15 @@ class LMCacheWorkerHalf:
         self._load_speed.note(loaded.bytes, time.perf_counter() - began)
         return loaded
 
-    def _begin_load(self, req: ReqMeta) -> Transfer[Loaded] | None:
+    def _begin_load(self, req: ReqMeta) -> RunningLoad | None:
         """Starts a load that its request waits for; None if there is nothing to load from."""
         assert req.load_spec is not None
         skip, end = req.load_spec.vllm_cached_tokens, req.load_spec.lmcache_cached_tokens
         hashes = req.hashes[: end // self._config.chunk_size * HASH_BYTES]
         if self._engine is None or not self._engine.is_healthy() or not hashes:
             return None
+        if req.load_spec.stream is not None:
+            return self._tiers.begin_stream(req)
         # The owner puts its own place into the name.
         name = self._names.of(req.namespace) if self._owners is None else req.namespace
         return self._engine.begin_load_chunks(req.req_id, name, hashes, req.block_ids, skip=skip)
@@ -348,6 +312,7 @@ class LMCacheWorkerHalf:
         """
         finished: set[str] = set()
         failed: set[str] = set()
+        self._tiers.poll()
         for load in self._async_loads.take_finished():
             finished.add(load.req.req_id)
             is_whole = False
@@ -367,7 +332,8 @@ class LMCacheWorkerHalf:
             self._record_failed_blocks(req, loaded.end)
             return False
         self._count_loaded(req, loaded)
-        self._load_speed.note(loaded.bytes, load.seconds)
+        if req.load_spec.stream is None:
+            self._load_speed.note(loaded.bytes, load.seconds)
         return True
 
     def _count_loaded(self, req: ReqMeta, loaded: Loaded) -> None:
@@ -472,7 +438,12 @@ class LMCacheWorkerHalf:
             if self._engine is not None and self._engine.is_healthy():
                 native = self._engine.layerwise_step()
             self._step = layerwise.LayerwiseStep(
-                metadata, native, self._config.chunk_size, self._faults, self._names.of
+                metadata,
+                native,
+                self._config.chunk_size,
+                self._faults,
+                self._names.of,
+                self._first_saved,
             )
         return self._step
 
@@ -508,28 +479,35 @@ class LMCacheWorkerHalf:
         if self._engine is None or not self._engine.is_healthy():
             return
         num_chunks = req.num_tokens // self._config.chunk_size
-        # From chunk 0 on, not from what is known to be stored: what was evicted since is stored
-        # anew, or the chunks behind it could not be reached.
         transfer = self._engine.begin_store_chunks(
-            self._names.of(req.namespace), req.hashes[: num_chunks * HASH_BYTES], req.block_ids
+            self._names.of(req.namespace),
+            req.hashes[: num_chunks * HASH_BYTES],
+            req.block_ids,
+            first=self._first_saved(req),
         )
         self._saves.add(step, req, transfer)
+
+    def _first_saved(self, req: ReqMeta) -> int:
+        """The first chunk that a save stores if it is not there.
+
+        It is chunk 0, not the first that is not known to be stored: what was evicted since is
+        stored anew, or the chunks behind it could not be reached. Where host memory only stages,
+        what was stored has left it.
+        """
+        assert req.save_spec is not None
+        known = req.save_spec.skip_leading_tokens // self._config.chunk_size
+        return known if self._tiers.is_staging else 0
 
     def _count_stored(self, req: ReqMeta, stored: Stored) -> None:
         self._outcome(req.req_id).stored_tokens += stored.tokens
         self._counts["stored_chunks"] += stored.chunks
         self._counts["stored_bytes"] += stored.bytes
         self._counts["refused_chunks"] += stored.refused_chunks
-        if self._storage is not None and stored.chunks:
-            self._write_through(self._storage, req)
-
-    def _write_through(self, storage: StorageManager, req: ReqMeta) -> None:
-        """Offers what was stored to the tiers below; they write when they come to it."""
-        assert req.save_spec is not None
-        chunk_size = self._config.chunk_size
-        first, end = req.save_spec.skip_leading_tokens // chunk_size, req.num_tokens // chunk_size
-        hashes = req.hashes[first * HASH_BYTES : end * HASH_BYTES]
-        storage.write_through(keys_of(self._names.of(req.namespace), hashes))
+        if stored.chunks:
+            assert req.save_spec is not None
+            first = req.save_spec.skip_leading_tokens // self._config.chunk_size
+            hashes = hashes_of(req.hashes, first, req.num_tokens // self._config.chunk_size)
+            self._tiers.offer(self._names.of(req.namespace), hashes)
 
     def record_failed(self, block_ids: set[int]) -> None:
         """Blocks that do not hold what was promised: reported, and nothing of the step is saved."""
@@ -558,11 +536,9 @@ class LMCacheWorkerHalf:
             self._owners is None or self._owners.reader is not None
         )
         lookup_ids = {self.rank: self._lookup_id} if is_ready and not self._is_known else {}
-        prefetched = set() if self._prefetches is None else self._prefetches.take_done()
-        # After those that are done: what they have read is among it.
-        tier_reads = [] if self._storage is None else self._storage.reads.take()
+        tiers = self._tiers.take_news()
         timed_step, self._timed_step = self._timed_step, None
-        is_news = outcomes or lookup_ids or self._failures or prefetched or tier_reads
+        is_news = outcomes or lookup_ids or self._failures or tiers.prefetched or tiers.reads
         if not is_news and saves_ended is None and timed_step is None:
             return None
         return LMCacheWorkerMetadata(
@@ -570,10 +546,11 @@ class LMCacheWorkerHalf:
             lookup_ids,
             self._failures,
             load_bytes_per_second=self._load_speed.bytes_per_second,
-            has_lower_tiers=self._prefetches is not None,
-            lower_tiers=() if self._storage is None else tuple(self._storage.backends)[1:],
-            prefetched=prefetched,
-            tier_reads=tier_reads,
+            has_lower_tiers=self._tiers.storage is not None,
+            lower_tiers=self._tiers.names,
+            prefetched=tiers.prefetched,
+            streamable=tiers.streamable,
+            tier_reads=tiers.reads,
             timed_step=timed_step,
             saves_ended=saves_ended,
             rank=self.rank,
@@ -613,9 +590,7 @@ class LMCacheWorkerHalf:
         self._saves.collect()
         registered = self._engine and self._engine.registered
         counters: dict[str, Any] = {**self._counts, "hashed_bytes": _native.hashed_bytes()}
-        if self._storage is not None:
-            for tier, stats in list(self._storage.stats().items())[1:]:
-                counters |= {f"{tier}_{name}": count for name, count in stats.items()}
+        counters |= self._tiers.counters()
         if self._engine is None or not registered:
             return counters
         counters["copy_path"] = registered.copy_path
@@ -630,12 +605,12 @@ class LMCacheWorkerHalf:
         """The books of the pool, walked entry by entry."""
         if self._engine is None or self._engine.local_cpu is None:
             return {} if self._owners is None else NO_MEMORY
-        return self._engine.local_cpu.audit()
+        return self._tiers.with_share(self._engine.local_cpu.audit())
 
     def shutdown(self) -> None:
         """Closes the socket and gives the memory back; what was saved goes to the tiers below
         first, as far as there is time. Idempotent."""
-        if self._storage is not None:
+        if self._tiers.storage is not None:
             self._saves.wait()
             self._saves.collect()
         if self._step is not None:
@@ -644,8 +619,7 @@ class LMCacheWorkerHalf:
         if self._copier is not None:
             self._copier.close()
         self._async_loads.close()
-        if self._prefetches is not None:
-            self._prefetches.close()
+        self._tiers.close()
         if self._server is not None:
             self._server.close()
             self._server = None
@@ -653,3 +627,4 @@ class LMCacheWorkerHalf:
             if self._engine.local_cpu is not None:
                 lookup.unregister_local(self._lookup_id, self.rank, self._engine.local_cpu)
             self._engine.close(CLOSE_DEADLINE_S)
+        self._tiers.close_share()

@@ -123,18 +123,25 @@ impl LocalDisk {
         })
     }
 
-    /// Reads chunks up to the first gap; what came within `within_s` seconds. Of each: writable memory, its form
-    /// and its tokens.
+    /// Reads chunks up to the first gap, into memory of `pool` or, without one, of the tier's own; what came within
+    /// `within_s` seconds. Of each: writable memory, its form and its tokens.
+    #[pyo3(signature = (namespace, hashes, within_s, pool = None))]
     fn get(
         &self,
         py: Python<'_>,
         namespace: &str,
         hashes: &[u8],
         within_s: f64,
+        pool: Option<&LocalCpu>,
     ) -> PyResult<Vec<(MemoryObj, Option<FormParts>, u32)>> {
         let disk = self.0.get()?;
+        let pool = pool.map(LocalCpu::store).transpose()?;
         let arrivals = enter(py, || {
-            packed_hashes(hashes).map(|hashes| disk.get(namespace, &hashes, seconds(within_s)))
+            let (hashes, within) = (packed_hashes(hashes)?, seconds(within_s));
+            Ok::<_, NativeError>(match pool {
+                None => disk.get(namespace, &hashes, within),
+                Some(pool) => disk.get_into(pool, namespace, &hashes, within),
+            })
         })?;
         let arrived = |Arrival { chunk, description }| {
             let form = description.form.map(parts_of);

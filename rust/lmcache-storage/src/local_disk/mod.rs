@@ -242,12 +242,24 @@ impl LocalDisk {
     /// Reads chunks, from the first to the first gap, and waits for them until `within` has passed. Those that
     /// came by then are there.
     pub fn get(&self, namespace: &str, hashes: &[ChunkHash], within: Duration) -> Vec<Arrival> {
+        self.get_into(&self.0.pool, namespace, hashes, within)
+    }
+
+    /// As [`LocalDisk::get`], into memory of another pool.
+    pub fn get_into(
+        &self,
+        pool: &LocalCpu,
+        namespace: &str,
+        hashes: &[ChunkHash],
+        within: Duration,
+    ) -> Vec<Arrival> {
         let due = Instant::now().checked_add(within);
         let num_chunks = self.contains_prefix(namespace, hashes);
         let reading = Arc::new(Reading::new(num_chunks));
         let namespace: Arc<str> = namespace.into();
         for (at, &hash) in hashes[..num_chunks].iter().enumerate() {
             let (shared, namespace) = (Arc::clone(&self.0), Arc::clone(&namespace));
+            let pool = pool.clone();
             let answer = Answer {
                 reading: Arc::clone(&reading),
                 at,
@@ -256,7 +268,7 @@ impl LocalDisk {
             let job = move || {
                 let mut answer = answer;
                 if at < answer.reading.gap.load(Ordering::Relaxed) {
-                    answer.arrival = shared.read(&namespace, hash, &answer.reading, at);
+                    answer.arrival = shared.read(&pool, &namespace, hash, &answer.reading, at);
                 }
             };
             self.0.queue.read(Box::new(job));
@@ -443,6 +455,7 @@ impl Shared {
 
     fn read(
         &self,
+        pool: &LocalCpu,
         namespace: &str,
         hash: ChunkHash,
         reading: &Reading,
@@ -452,7 +465,7 @@ impl Shared {
         let folder = self.folder(hash);
         let room = |bytes: usize| {
             reading.place(at, || {
-                let chunk = self.pool.allocate(&[bytes]).and_then(|mut one| one.pop());
+                let chunk = pool.allocate(&[bytes]).and_then(|mut one| one.pop());
                 chunk.ok_or_else(|| {
                     Trouble::new(Fault::NoMemory, format!("no room for {bytes} bytes"))
                 })
