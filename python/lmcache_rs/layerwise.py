@@ -29,6 +29,7 @@ def store_layer(
     """N + 1 steps for N layers: set-up, then a layer each; see `LMCacheEngine.store_layer`."""
     num_layers = len(kvcaches)
     asked = engine._to_store(tokens, mask, kvcaches, slot_mapping, extra_keys, request_configs)
+    known = 0 if asked is None else engine._known_chunks(asked)
     step = None if asked is None else engine._layerwise_step(asked.registered)
     try:
         if asked is not None and step is not None:
@@ -39,6 +40,7 @@ def store_layer(
                 step.save(layer)
                 if layer == num_layers - 1:
                     step.commit()
+                    engine._write_through(asked, known)
             yield
     finally:
         if step is not None:
@@ -65,7 +67,10 @@ def retrieve_layer(
     end = 0
     try:
         if asked is not None and step is not None:
+            # Held until the step holds them itself.
+            brought = engine._bring(asked)
             end, _, _ = step.add_load(namespace=asked.namespace, hashes=asked.hashes, **asked.where)
+            del brought
             step.start_loads()
         # Made now: the caller may use its slot mapping for something else while we are at work.
         ret_mask = engine._ret_mask(num_tokens, asked, end)

@@ -320,7 +320,7 @@ class StorageManager:
         tiers: dict[str, StorageBackendInterface],
         keys: Sequence[CacheEngineKey],
         *,
-        publish_prefix: bool,
+        publish_prefix: bool | None,
         note: Callable[[str, int, list[MemoryObj], float], None] | None = None,
     ) -> list[MemoryObj | None]:
         with self._publishing:
@@ -345,11 +345,18 @@ class StorageManager:
                     break
             else:
                 break
-        publish = publish_prefix or len(found) == len(keys)
+        whole = publish_prefix is not None and len(found) == len(keys)
+        publish = bool(publish_prefix) or whole
         gone = self._write_back(keys, below, publish=publish, num_clears=num_clears)
         if gone is not None:
             del found[gone:]
         return [*found, *([None] * (len(keys) - len(found)))]
+
+    def get_prefix(self, keys: Sequence[CacheEngineKey], *, publish: bool) -> list[MemoryObj]:
+        """The objects up to the first chunk that no tier has. Those from below L1 are in L1 from
+        now on if `publish` says so; otherwise they are the caller's alone."""
+        found = self._get_from(self.backends, keys, publish_prefix=publish or None)
+        return [memory_obj for memory_obj in found if memory_obj is not None]
 
     def _known(
         self, keys: Sequence[CacheEngineKey], objects: Iterable[MemoryObj | None]
@@ -496,6 +503,21 @@ class StorageManager:
         for backend in lower:
             _offer(backend, keys[: len(objects)], objects)
 
+    def put_below(
+        self, keys: Sequence[CacheEngineKey], memory_objs: Sequence[_native.MemoryObj]
+    ) -> int:
+        """Seals objects and gives them to the tiers below L1 alone; how many are new to the one
+        that took most."""
+        for memory_obj in memory_objs:
+            memory_obj.seal()
+        taken = [_offer(backend, keys, memory_objs) for backend in self._lower()]
+        return max(taken, default=0)
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Bytes of the pool that chunks go through; 0 without one."""
+        return 0 if self._pool is None else self._pool.capacity_bytes
+
     def layerwise_batched_get(
         self,
         keys: Sequence[CacheEngineKey] | Sequence[Sequence[CacheEngineKey]],
@@ -637,11 +659,12 @@ def _offer(
     backend: StorageBackendInterface,
     keys: Sequence[CacheEngineKey],
     memory_objs: Sequence[_native.MemoryObj],
-) -> None:
-    """Puts sealed objects; a tier with memory of its own gets copies, as far as it has room."""
+) -> int:
+    """Puts sealed objects: how many are new. A tier with memory of its own gets copies, as far as
+    it has room."""
     if backend.allocator is not None and not all(map(backend.allocator.owns, memory_objs)):
         memory_objs = list(allocate_and_copy_objects(backend.allocator, memory_objs))
-    backend.batched_submit_put_task(keys[: len(memory_objs)], memory_objs)
+    return backend.batched_submit_put_task(keys[: len(memory_objs)], memory_objs)
 
 
 def allocate_and_copy_objects(

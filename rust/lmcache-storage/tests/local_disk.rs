@@ -10,6 +10,7 @@ use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
 use std::time::Duration;
 
+use lmcache_core::hash::ChunkHash;
 use lmcache_core::hot_cache::Policy;
 use lmcache_memory::local_cpu::LocalCpu;
 use lmcache_storage::backend::Backend;
@@ -429,6 +430,96 @@ fn puts_beyond_the_queue_are_dropped_and_counted() {
     assert_eq!(disk.stats()["dropped_chunks"] as usize, 400 - taken);
     assert_eq!(disk.contains_prefix(NAMESPACE, &numbers), taken);
     assert_eq!(disk.stats()["queued_bytes"], 0);
+}
+
+/// Chunks that the pool has under their names, as a store in host memory leaves them.
+fn published(pool: &LocalCpu, numbers: &[ChunkHash]) -> Vec<Chunk> {
+    for hash in numbers {
+        let mut made = pool.allocate(&[LEN]).unwrap().pop().unwrap();
+        made.bytes_mut().copy_from_slice(&payload(*hash, LEN));
+        assert!(pool.put(NAMESPACE, *hash, made).unwrap());
+    }
+    let objects = pool.get(NAMESPACE, numbers);
+    assert_eq!(objects.len(), numbers.len());
+    let chunk = |object| Chunk {
+        object,
+        form: None,
+        num_tokens: 0,
+    };
+    objects.into_iter().map(chunk).collect()
+}
+
+/// The folder's lock, held as another process would: no put is done before it is dropped.
+fn stand_still(path: &Path) -> fs::File {
+    let lock = fs::File::open(path.join("lmcache_rs.v1/lock")).unwrap();
+    lock.lock().unwrap();
+    lock
+}
+
+#[test]
+fn puts_beyond_the_queue_wait_by_name_and_hold_no_memory() {
+    let folder = tempfile::tempdir().unwrap();
+    let pool = pool();
+    let mut narrow = options(folder.path());
+    narrow.max_queued_bytes = 3 * LEN as u64;
+    let disk = LocalDisk::open(narrow, pool.clone()).unwrap();
+    let numbers = hashes(0..400);
+    let still = stand_still(folder.path());
+    assert_eq!(
+        disk.put(NAMESPACE, &numbers, published(&pool, &numbers)),
+        400
+    );
+    // Those under way hold what they write: two of four threads at most write.
+    assert!(pool.audit().leased_bytes <= (3 + 2) * (LEN as u64).next_multiple_of(4096));
+    assert!(disk.stats()["waiting_chunks"] >= 395);
+    assert_eq!(disk.stats()["named_chunks"], 397);
+    // What is put already is not put twice, and what is removed meanwhile is not put at all.
+    assert_eq!(disk.put(NAMESPACE, &numbers[200..], Vec::new()), 0);
+    assert!(!disk.flush(Duration::ZERO));
+    for hash in &numbers[390..395] {
+        assert!(pool.remove(NAMESPACE, *hash));
+    }
+    drop(still);
+    assert!(disk.flush(LONG));
+    let came = come_back(&disk, &numbers, LEN);
+    let wanted: Vec<bool> = (0..400).map(|at| !(390..395).contains(&at)).collect();
+    assert_eq!(came, wanted);
+    assert_eq!(disk.stats()["dropped_chunks"], 5);
+    let waiting = ["waiting_chunks", "queued_chunks", "queued_bytes"];
+    assert_eq!(waiting.map(|name| disk.stats()[name]), [0; 3]);
+    assert_books_balance(&disk, folder.path());
+}
+
+#[test]
+fn puts_that_wait_by_name_end_with_a_clear_and_with_the_tier() {
+    let folder = tempfile::tempdir().unwrap();
+    let pool = pool();
+    let mut narrow = options(folder.path());
+    narrow.max_queued_bytes = 1;
+    let disk = LocalDisk::open(narrow, pool.clone()).unwrap();
+    let numbers = hashes(0..100);
+    let still = stand_still(folder.path());
+    disk.put(NAMESPACE, &numbers, published(&pool, &numbers));
+    let clearing = disk.clone();
+    let cleared = std::thread::spawn(move || clearing.clear(None));
+    drop(still);
+    cleared.join().unwrap();
+    assert!(disk.flush(LONG));
+    assert_eq!(chunk_files(folder.path()).len(), 0);
+    // Closed before they have their turn: dropped, and nothing is held.
+    let still = stand_still(folder.path());
+    let again = hashes(100..200);
+    disk.put(NAMESPACE, &again, published(&pool, &again));
+    assert!(!disk.close(Duration::ZERO));
+    assert_eq!(disk.stats()["waiting_chunks"], 0);
+    drop(still);
+    drop(disk);
+    pool.clear();
+    let due = std::time::Instant::now() + LONG;
+    while pool.audit().free_bytes < pool.audit().capacity_bytes {
+        assert!(std::time::Instant::now() < due, "memory is held");
+        std::thread::yield_now();
+    }
 }
 
 #[test]

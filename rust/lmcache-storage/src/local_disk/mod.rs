@@ -130,6 +130,8 @@ struct Counts {
     put_bytes: AtomicU64,
     refreshed_chunks: AtomicU64,
     dropped_chunks: AtomicU64,
+    /// Puts that waited by name.
+    named_chunks: AtomicU64,
     got_chunks: AtomicU64,
     got_bytes: AtomicU64,
 }
@@ -179,6 +181,9 @@ impl LocalDisk {
 
     /// Takes chunks in, first to last, as far as the queue has room; how many are new. Does not wait for them
     /// to be written.
+    ///
+    /// Where the queue holds as many bytes as it may, chunks that the pool has under these names wait by name:
+    /// they are taken from there in their turn, and dropped if they have left it.
     pub fn put(&self, namespace: &str, hashes: &[ChunkHash], chunks: Vec<Chunk>) -> usize {
         let shared = &self.0;
         let digest = namespace_digest(namespace);
@@ -210,23 +215,30 @@ impl LocalDisk {
                 std::collections::hash_map::Entry::Vacant(vacant) => vacant.insert(pending),
             };
             let bytes = chunk.object.len() as u64;
+            let by_name = || {
+                let is_in_pool = !shared.pool.get(&namespace, &[hash]).is_empty();
+                is_in_pool.then(|| shared.queue.place(None)).flatten()
+            };
+            let held = shared.queue.place(Some(bytes));
+            let holds = held.is_some();
+            let Some(place) = held.or_else(by_name) else {
+                shared.pending.lock().remove(&name);
+                // Behind a gap nothing is found.
+                add(&shared.counts.dropped_chunks, (num_chunks - i) as u64);
+                break;
+            };
+            add(&shared.counts.named_chunks, u64::from(!holds));
             let put = Put {
                 batch: Arc::clone(&batch),
                 name,
                 namespace: Arc::clone(&namespace),
                 position: u16::try_from(i).unwrap_or(u16::MAX),
-                chunk,
+                object: holds.then_some(chunk.object),
+                form: chunk.form,
+                num_tokens: chunk.num_tokens,
                 withdrawn,
             };
-            if shared
-                .queue
-                .put(bytes, Box::new(move || put.run()))
-                .is_err()
-            {
-                // Behind a gap nothing is found.
-                add(&shared.counts.dropped_chunks, (num_chunks - i) as u64);
-                break;
-            }
+            shared.queue.put(place, Box::new(move || put.run()));
             taken += 1;
         }
         taken
@@ -341,7 +353,7 @@ impl LocalDisk {
     /// Counters by name.
     pub fn stats(&self) -> BTreeMap<String, u64> {
         let shared = &self.0;
-        let (queued_chunks, queued_bytes) = shared.queue.queued();
+        let (queued_chunks, queued_bytes, waiting_chunks) = shared.queue.queued();
         let counts = &shared.counts;
         let of = |count: &AtomicU64| count.load(Ordering::Relaxed);
         let sum = |of: fn(&Folder) -> u64| shared.folders.iter().map(of).sum::<u64>();
@@ -354,6 +366,8 @@ impl LocalDisk {
             ("got_bytes", of(&counts.got_bytes)),
             ("queued_chunks", queued_chunks),
             ("queued_bytes", queued_bytes),
+            ("waiting_chunks", waiting_chunks),
+            ("named_chunks", of(&counts.named_chunks)),
             (
                 "evicted_chunks",
                 sum(|folder| folder.evicted.load(Ordering::Relaxed)),

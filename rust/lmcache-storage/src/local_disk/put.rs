@@ -4,11 +4,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use lmcache_core::hash::ChunkHash;
+use lmcache_memory::object::MemoryObj;
 
 use super::faults::{Fault, Trouble};
 use super::records::{Event, Name, Record};
-use super::{Chunk, Shared, add, chunk_io};
-use crate::object_form::{Description, key_text};
+use super::{Shared, add, chunk_io};
+use crate::object_form::{Description, Form, key_text};
 
 /// Chunks put together; when the last of them is done, all are refreshed as the chain they are.
 pub(super) struct Batch {
@@ -30,7 +31,10 @@ pub(super) struct Put {
     pub(super) name: Name,
     pub(super) namespace: Arc<str>,
     pub(super) position: u16,
-    pub(super) chunk: Chunk,
+    /// Its bytes; `None` if it waits by its name alone and takes them from the pool in its turn.
+    pub(super) object: Option<MemoryObj>,
+    pub(super) form: Option<Form>,
+    pub(super) num_tokens: u32,
     pub(super) withdrawn: Arc<AtomicBool>,
 }
 
@@ -43,11 +47,18 @@ impl Drop for Put {
 impl Put {
     pub(super) fn run(self) {
         let shared = Arc::clone(&self.batch.shared);
-        let bytes = self.chunk.object.len() as u64;
-        match self.store() {
+        let held = self.object.clone().or_else(|| {
+            let objects = shared.pool.get(&self.namespace, &[self.name.hash]);
+            objects.into_iter().next()
+        });
+        let Some(object) = held else {
+            // It has left host memory since.
+            return add(&shared.counts.dropped_chunks, 1);
+        };
+        match self.store(&object) {
             Ok(true) => {
                 add(&shared.counts.put_chunks, 1);
-                add(&shared.counts.put_bytes, bytes);
+                add(&shared.counts.put_bytes, object.len() as u64);
             }
             Ok(false) => add(&shared.counts.refreshed_chunks, 1),
             Err(trouble) => {
@@ -57,22 +68,21 @@ impl Put {
         }
     }
 
-    fn store(&self) -> Result<bool, Trouble> {
+    fn store(&self, object: &MemoryObj) -> Result<bool, Trouble> {
         let withdrawn = || Trouble::new(Fault::Withdrawn, "removed while it waited");
         if self.withdrawn.load(Ordering::Relaxed) {
             return Err(withdrawn());
         }
         let shared = &self.batch.shared;
         let folder = shared.folder(self.name.hash);
-        let object = &self.chunk.object;
         let description = Description {
             key: key_text(&self.namespace, self.name.hash),
             payload_bytes: object.len() as u64,
             num_tokens: match object.positions() {
                 Some(positions) => positions.len() as u32,
-                None => self.chunk.num_tokens,
+                None => self.num_tokens,
             },
-            form: self.chunk.form.clone(),
+            form: self.form.clone(),
             positions: object.positions().map(Into::into),
         };
         let header = description.seal(object.bytes()).ok_or_else(|| {

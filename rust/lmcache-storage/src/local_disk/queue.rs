@@ -1,7 +1,8 @@
 //! The threads that do the reading and writing, and the two lines before them.
 //!
 //! Reads (somebody waits) go before puts (nobody does), and puts never take the last thread. Puts are bounded
-//! in bytes: what they hold is host memory.
+//! in bytes: what they hold is host memory. A put may wait without holding any, and takes its memory in its
+//! turn; of those the number is bounded.
 
 use std::collections::{BTreeSet, VecDeque};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -13,16 +14,45 @@ use parking_lot::{Condvar, Mutex};
 
 type Job = Box<dyn FnOnce() + Send>;
 
+/// Puts that may wait without memory: some hundred bytes each.
+pub(crate) const MAX_WAITING: usize = 1 << 16;
+
+/// A place among the puts.
+#[derive(Debug)]
+pub(crate) struct Place {
+    number: u64,
+    /// Of memory that it holds; `None` if it holds none.
+    bytes: Option<u64>,
+}
+
 #[derive(Default)]
 struct Lines {
     reads: VecDeque<Job>,
-    puts: VecDeque<(u64, u64, Job)>,
+    puts: VecDeque<(Place, Job)>,
     queued_bytes: u64,
+    /// Puts that hold no memory and are not begun.
+    waiting: usize,
     running_puts: usize,
     /// Puts that are not done, by number.
     unfinished: BTreeSet<u64>,
     next: u64,
     closed: bool,
+}
+
+impl Lines {
+    fn enter(&mut self, bytes: Option<u64>) {
+        match bytes {
+            Some(bytes) => self.queued_bytes += bytes,
+            None => self.waiting += 1,
+        }
+    }
+
+    fn leave(&mut self, place: &Place) {
+        match place.bytes {
+            Some(bytes) => self.queued_bytes -= bytes,
+            None => self.waiting -= 1,
+        }
+    }
 }
 
 /// See the module documentation.
@@ -74,29 +104,47 @@ impl Queue {
         self.work.notify_one();
     }
 
-    /// Takes in a put of so many bytes; gives the job back if there is no room or the queue is closed.
-    pub(crate) fn put(&self, bytes: u64, job: Job) -> Result<(), Job> {
+    /// A place for a put that holds so many bytes, or with `None` for one that holds none. `None` if there is no
+    /// room, or the queue is closed. It is to be filled by [`Queue::put`].
+    pub(crate) fn place(&self, bytes: Option<u64>) -> Option<Place> {
         let mut lines = self.lines.lock();
-        // One is always let in, however big.
-        let fits = lines.queued_bytes == 0 || lines.queued_bytes + bytes <= self.max_queued_bytes;
+        let fits = match bytes {
+            // One is always let in, however big.
+            Some(bytes) => {
+                lines.queued_bytes == 0 || lines.queued_bytes + bytes <= self.max_queued_bytes
+            }
+            None => lines.waiting < MAX_WAITING,
+        };
         if lines.closed || !fits {
-            drop(lines);
-            return Err(job);
+            return None;
         }
         let number = lines.next;
         lines.next += 1;
-        lines.queued_bytes += bytes;
         lines.unfinished.insert(number);
-        lines.puts.push_back((number, bytes, job));
-        drop(lines);
-        self.work.notify_one();
-        Ok(())
+        lines.enter(bytes);
+        Some(Place { number, bytes })
     }
 
-    /// Puts that are not done, and their bytes.
-    pub(crate) fn queued(&self) -> (u64, u64) {
+    /// Takes in a put; once closed, drops it.
+    pub(crate) fn put(&self, place: Place, job: Job) {
+        let mut lines = self.lines.lock();
+        if lines.closed {
+            lines.leave(&place);
+            lines.unfinished.remove(&place.number);
+            drop(lines);
+            self.done.notify_all();
+            return drop(job);
+        }
+        lines.puts.push_back((place, job));
+        drop(lines);
+        self.work.notify_one();
+    }
+
+    /// Puts that are not done, their bytes, and how many of them wait without memory.
+    pub(crate) fn queued(&self) -> (u64, u64, u64) {
         let lines = self.lines.lock();
-        (lines.unfinished.len() as u64, lines.queued_bytes)
+        let waiting = lines.waiting as u64;
+        (lines.unfinished.len() as u64, lines.queued_bytes, waiting)
     }
 
     /// Waits until every put taken in before is done; false if the time ran out.
@@ -131,9 +179,9 @@ impl Queue {
         lines.closed = true;
         let reads = std::mem::take(&mut lines.reads);
         let puts = std::mem::take(&mut lines.puts);
-        for (number, bytes, _) in &puts {
-            lines.unfinished.remove(number);
-            lines.queued_bytes -= bytes;
+        for (place, _) in &puts {
+            lines.unfinished.remove(&place.number);
+            lines.leave(place);
         }
         drop(lines);
         drop((reads, puts));
@@ -150,15 +198,20 @@ impl Queue {
                 run(job);
                 lines = self.lines.lock();
             } else if lines.running_puts < self.max_running_puts
-                && let Some((number, bytes, job)) = lines.puts.pop_front()
+                && let Some((place, job)) = lines.puts.pop_front()
             {
                 lines.running_puts += 1;
+                if place.bytes.is_none() {
+                    lines.leave(&place);
+                }
                 drop(lines);
                 run(job);
                 lines = self.lines.lock();
                 lines.running_puts -= 1;
-                lines.queued_bytes -= bytes;
-                lines.unfinished.remove(&number);
+                if place.bytes.is_some() {
+                    lines.leave(&place);
+                }
+                lines.unfinished.remove(&place.number);
                 self.done.notify_all();
             } else if lines.closed {
                 return;
