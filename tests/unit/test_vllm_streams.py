@@ -307,7 +307,9 @@ def test_nothing_is_copied_behind_a_copy_that_fails(loads: Loads) -> None:
 
 
 def shut(loads: Loads, at: int = 5) -> None:
-    """The shelf hangs in this read."""
+    """The shelf hangs in this read, and its tier waits for it for ever."""
+    tier: Any = loads.storage.backends["shelf"]
+    tier.lane._deadline_s = 3600.0
 
     def stop() -> None:
         if loads.shelf.reads[-1] == at:
@@ -454,6 +456,35 @@ def test_memory_that_only_stages_keeps_nothing_that_was_stored(
     assert pair.worker.counters()["stored_chunks"] == 7
     books = pair.worker.memory_stats()
     assert books["free_bytes"] == books["capacity_bytes"] == 12 * CHUNK_BYTES
+    pair.close()
+
+
+@pytest.mark.parametrize("use_layerwise", [False, True], ids=["bulk", "layerwise"])
+def test_a_prompt_that_outgrows_host_memory_is_stored_below_it(
+    use_layerwise: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Pair, "use_layerwise", use_layerwise)
+    Shelf.chunks.clear()
+    tiers = {"storage_backends": {"shelf": f"{__name__}:Shelf"}, "lookup_timeout_ms": 60_000}
+    pair = Pair(tiers, pool_chunks=8, recomputes=True)
+    storage = pair.worker._tiers.storage
+    assert storage is not None
+    request = new_request(12 * CHUNK + 1)
+    assert answer(pair, request) == (0, False)
+    pair.grant(request, 0)
+    for _ in range(12):
+        pair.step({request: CHUNK})
+        # What is saved is offered with the next step; a quarter of the pool may wait to be put.
+        pair.step({})
+        assert storage.flush(60)
+    pair.finish(request)
+    pair.step({})
+    assert len(Shelf.chunks) == 12
+    again = new_request(12 * CHUNK + 1)
+    assert answer(pair, again) == (12 * CHUNK, True)
+    pair.finish(again)
+    pair.step({})
+    pair.assert_idle()
     pair.close()
 
 

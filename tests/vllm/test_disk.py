@@ -132,6 +132,15 @@ def test_a_hit_larger_than_the_pool_comes_whole(
     assert after == [stored(large), 1, stored(large) // CHUNK, stored(large) // CHUNK]
 
 
+def test_a_prompt_larger_than_the_pool_is_stored_whole(baseline: Baseline, tmp_path: Path) -> None:
+    # It is computed piece by piece, and its beginning leaves host memory for its end.
+    spec = replace(SPEC, pool_bytes=SMALL_POOL, max_num_batched_tokens=2 * CHUNK)
+    prompt = Prompts("outgrown").fresh(1000)
+    with Engine(over(tmp_path / "disk", spec)) as engine:
+        store(engine, baseline, [prompt])
+        check(engine, baseline, [prompt], [(0, stored(prompt))])
+
+
 def test_what_the_engine_holds_of_a_hit_is_not_read(
     filled: Filled, engine: Engine, baseline: Baseline
 ) -> None:
