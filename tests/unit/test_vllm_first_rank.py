@@ -167,7 +167,7 @@ def test_a_rank_that_cannot_reach_the_first_reports_its_blocks_and_no_other_does
     store(engine, 2)
     request = new_request(2 * CHUNK + 1)
     found = engine.wait(request)
-    server = engine.workers[2]._server
+    server = engine.workers[2]._lookups._server
     assert server is not None
     engine.between = server.close
     failed = engine.load(request, found)

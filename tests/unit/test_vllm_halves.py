@@ -47,6 +47,8 @@ class Pair:
     pool_chunks: int = 64
     # Whether a step's saves may go on behind it; if not, they are done when `step` returns.
     saves_lag: bool = False
+    # Whether vLLM computes what a load has failed to bring.
+    recomputes: bool = False
     # Set by `mode`: everything here holds in bulk and layer by layer.
     use_layerwise: ClassVar[bool] = False
 
@@ -61,9 +63,16 @@ class Pair:
         engine_start = f"test-{next(engine_ids)}"
         self.faults = Faults()
         self.worker = LMCacheWorkerHalf(
-            config, META, engine_start, in_scheduler_process=True, faults=self.faults
+            config,
+            META,
+            engine_start,
+            in_scheduler_process=True,
+            faults=self.faults,
+            recomputes=self.recomputes,
         )
-        self.scheduler = LMCacheSchedulerHalf(config, META, engine_start, self.kv_role, self.faults)
+        self.scheduler = LMCacheSchedulerHalf(
+            config, META, engine_start, self.kv_role, self.faults, recomputes=self.recomputes
+        )
         self.evicted: set[int] = set()
         self.scheduler.bind_evict_blocks(self.evicted.update)
         self.caches = [torch.randn(BLOCKS, 2, BLOCK, 6) for _ in range(LAYERS)]

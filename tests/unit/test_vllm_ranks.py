@@ -324,7 +324,7 @@ def test_a_reset_empties_every_rank(engine: Ranks) -> None:
 def test_a_rank_without_a_server_is_no_hit_and_the_others_lease_nothing(engine: Ranks) -> None:
     engine.step({})
     store(engine, 2)
-    server = engine.workers[1]._server
+    server = engine.workers[1]._lookups._server
     assert server is not None
     server.close()
     request = new_request(2 * CHUNK + 1)

@@ -18,6 +18,7 @@ from lmcache_rs.key import HASH_BYTES
 if TYPE_CHECKING:
     from lmcache_rs.vllm_v1.faults import Faults
     from lmcache_rs.vllm_v1.metadata import LMCacheConnectorMetadata, ReqMeta
+    from lmcache_rs.vllm_v1.saves import SavedPart
 
 
 def new_copier() -> _native.Copier:
@@ -34,7 +35,7 @@ class LayerwiseStep:
         chunk_size: Tokens of a chunk.
         faults: Where faults of ours are noted.
         own_name: The namespace under which this rank keeps what the scheduler half names.
-        first_saved: The first chunk of a request that a save stores if it is not there.
+        part_to_save: What of a request a save stores, as far as it is not there.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class LayerwiseStep:
         chunk_size: int,
         faults: Faults,
         own_name: Callable[[str], str],
-        first_saved: Callable[[ReqMeta], int],
+        part_to_save: Callable[[ReqMeta], SavedPart],
     ) -> None:
         self.metadata = metadata
         self._native = native
@@ -52,7 +53,7 @@ class LayerwiseStep:
         self._chunk_size = chunk_size
         self._faults = faults
         self._own_name = own_name
-        self._first_saved = first_saved
+        self._part_to_save = part_to_save
         self._loads: list[tuple[ReqMeta, Loaded]] = []
         self._is_loading = False
         self._saves: list[ReqMeta] | None = None
@@ -144,14 +145,13 @@ class LayerwiseStep:
         for req in self.metadata.requests:
             if req.save_spec is None or not req.save_spec.can_save:
                 continue
-            num_chunks = req.num_tokens // self._chunk_size
             try:
+                part = self._part_to_save(req)
                 self._native.add_save(
                     self._own_name(req.namespace),
-                    req.hashes[: num_chunks * HASH_BYTES],
-                    num_tokens=num_chunks * self._chunk_size,
-                    blocks=req.block_ids,
-                    first=self._first_saved(req),
+                    part.hashes,
+                    num_tokens=part.num_tokens,
+                    blocks=part.block_ids,
                 )
             except Exception as error:
                 self._faults.note("save_kv_layer", error)

@@ -197,6 +197,17 @@ class LowerTiers:
         if self._prefetches is not None and self.is_staging:
             self._prefetches.let_go(namespace, hashes)
 
+    def lets_go_of_beginnings(self, num_chunks: int, pool_bytes: int) -> bool:
+        """Whether of a prompt of so many chunks only what is new is to be saved.
+
+        Else it is all from chunk 0 on, not from what is known to be stored: what was evicted since
+        is stored anew, or the chunks behind it could not be reached. But where host memory is only
+        on the way to the tiers below, as it just stages or the prompt has outgrown it, a beginning
+        makes room for its end.
+        """
+        has_outgrown = num_chunks * self._chunk_bytes > pool_bytes
+        return self.is_staging or (self.storage is not None and has_outgrown)
+
     def take_news(self) -> TierNews:
         """What there is to say since the last call."""
         if self.storage is None or self._prefetches is None:

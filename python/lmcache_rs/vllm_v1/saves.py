@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from lmcache_rs.cache_engine import Stored
+from lmcache_rs.key import HASH_BYTES
 from lmcache_rs.transfers import Transfer
 
 if TYPE_CHECKING:
@@ -36,6 +37,30 @@ class SaveFences:
     copied_first: set[str] = field(default_factory=set)
     copies_all_first: bool = False
     awaited: set[str] = field(default_factory=set)
+
+
+class SavedPart(NamedTuple):
+    """Chunks of a request and the blocks that they lie in.
+
+    Args:
+        hashes: Packed hashes of neighbouring chunks.
+        block_ids: Their blocks, from the first one's on.
+        num_tokens: Their tokens.
+    """
+
+    hashes: bytes
+    block_ids: list[int]
+    num_tokens: int
+
+    @classmethod
+    def of(cls, req: ReqMeta, first: int, chunk_size: int, block_tokens: int) -> Self:
+        """The request's full chunks from `first` on."""
+        end = req.num_tokens // chunk_size
+        return cls(
+            req.hashes[first * HASH_BYTES : end * HASH_BYTES],
+            req.block_ids[first * chunk_size // block_tokens :] if first else req.block_ids,
+            (end - first) * chunk_size,
+        )
 
 
 class BackgroundSaves:

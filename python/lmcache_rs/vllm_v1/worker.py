@@ -10,7 +10,6 @@ the step ends them.
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -22,6 +21,7 @@ from lmcache_rs.layouts import Layout, MemoryFormat
 from lmcache_rs.vllm_v1 import compat, layerwise
 from lmcache_rs.vllm_v1.load_choice import LoadSpeed
 from lmcache_rs.vllm_v1.loads import AsyncLoads, FinishedLoad, RunningLoad
+from lmcache_rs.vllm_v1.lookup_end import LookupEnd
 from lmcache_rs.vllm_v1.lower_tiers import LowerTiers, hashes_of
 from lmcache_rs.vllm_v1.metadata import (
     ONLY_RANK,
@@ -33,7 +33,7 @@ from lmcache_rs.vllm_v1.metadata import (
 )
 from lmcache_rs.vllm_v1.owners_memory import NO_MEMORY, OwnersMemory
 from lmcache_rs.vllm_v1.ranks import RankNames
-from lmcache_rs.vllm_v1.saves import BackgroundSaves
+from lmcache_rs.vllm_v1.saves import BackgroundSaves, SavedPart
 
 if TYPE_CHECKING:
     import torch
@@ -93,18 +93,14 @@ class LMCacheWorkerHalf:
         self._config = config
         self._metadata = metadata
         self._engine_start = engine_start
-        # The scheduler half learns this name from us, through vLLM. A name that both halves could
-        # make by themselves would be that of another engine one day.
-        self._lookup_id = f"{engine_start}/{secrets.token_hex(16)}"
         self.rank = rank
+        self._lookups = LookupEnd(engine_start, rank, in_scheduler_process=in_scheduler_process)
         # The scheduler half names chunks without saying whose part of them is meant.
         self._names = RankNames.of_rank(metadata)
         self._is_known = False
         self._failures = 0
-        self._in_scheduler_process = in_scheduler_process
         self._faults = faults
         self._engine: LMCacheEngine | None = None
-        self._server: _native.LookupServer | None = None
         self._failed_block_ids: set[int] = set()
         # Those of loads that nobody computes on before they are over.
         self._failed_async_block_ids: set[int] = set()
@@ -173,15 +169,8 @@ class LMCacheWorkerHalf:
         try:
             engine.register_kv_caches(tensors, block_tokens=self._block_tokens)
             if engine.local_cpu is not None:
-                if self._in_scheduler_process:
-                    lookup.register_local(self._lookup_id, self.rank, engine.local_cpu)
-                else:
-                    path = lookup.lookup_socket_path(self._lookup_id, self.rank)
-                    secret = lookup.lookup_secret(self._lookup_id)
-                    readers = lookup.reader_secret(self._lookup_id) if self._num_readers else ""
-                    self._server = _native.LookupServer(
-                        path, engine.local_cpu, secret, self._names.fields, readers
-                    )
+                has_readers = self._num_readers > 0
+                self._lookups.open(engine.local_cpu, self._names.fields, has_readers=has_readers)
         except BaseException:
             engine.close()
             raise
@@ -248,7 +237,7 @@ class LMCacheWorkerHalf:
             # Another engine's blocks are not ours to write.
             self.fail_loads(metadata)
             return
-        self._is_known = metadata.lookup_ids.get(self.rank) == self._lookup_id
+        self._is_known = metadata.lookup_ids.get(self.rank) == self._lookups.lookup_id
         if self._owners is not None and self._engine is not None:
             self._engine.reads_from = self._owners.find(metadata.lookup_ids)
         if metadata.is_timed:
@@ -443,7 +432,7 @@ class LMCacheWorkerHalf:
                 self._config.chunk_size,
                 self._faults,
                 self._names.of,
-                self._first_saved,
+                self._part_to_save,
             )
         return self._step
 
@@ -478,25 +467,19 @@ class LMCacheWorkerHalf:
     def _save(self, req: ReqMeta, step: int) -> None:
         if self._engine is None or not self._engine.is_healthy():
             return
-        num_chunks = req.num_tokens // self._config.chunk_size
+        part = self._part_to_save(req)
         transfer = self._engine.begin_store_chunks(
-            self._names.of(req.namespace),
-            req.hashes[: num_chunks * HASH_BYTES],
-            req.block_ids,
-            first=self._first_saved(req),
+            self._names.of(req.namespace), part.hashes, part.block_ids
         )
         self._saves.add(step, req, transfer)
 
-    def _first_saved(self, req: ReqMeta) -> int:
-        """The first chunk that a save stores if it is not there.
-
-        It is chunk 0, not the first that is not known to be stored: what was evicted since is
-        stored anew, or the chunks behind it could not be reached. Where host memory only stages,
-        what was stored has left it.
-        """
+    def _part_to_save(self, req: ReqMeta) -> SavedPart:
+        """What a save stores, as far as it is not there."""
         assert req.save_spec is not None
-        known = req.save_spec.skip_leading_tokens // self._config.chunk_size
-        return known if self._tiers.is_staging else 0
+        first, chunk_size = 0, self._config.chunk_size
+        if self._tiers.lets_go_of_beginnings(req.num_tokens // chunk_size, self.capacity()[0]):
+            first = req.save_spec.skip_leading_tokens // chunk_size
+        return SavedPart.of(req, first, chunk_size, self._block_tokens)
 
     def _count_stored(self, req: ReqMeta, stored: Stored) -> None:
         self._outcome(req.req_id).stored_tokens += stored.tokens
@@ -535,7 +518,7 @@ class LMCacheWorkerHalf:
         is_ready = self._engine is not None and (
             self._owners is None or self._owners.reader is not None
         )
-        lookup_ids = {self.rank: self._lookup_id} if is_ready and not self._is_known else {}
+        lookup_ids = {self.rank: self._lookups.lookup_id} if is_ready and not self._is_known else {}
         tiers = self._tiers.take_news()
         timed_step, self._timed_step = self._timed_step, None
         is_news = outcomes or lookup_ids or self._failures or tiers.prefetched or tiers.reads
@@ -620,11 +603,9 @@ class LMCacheWorkerHalf:
             self._copier.close()
         self._async_loads.close()
         self._tiers.close()
-        if self._server is not None:
-            self._server.close()
-            self._server = None
+        self._lookups.close()
         if self._engine is not None:
             if self._engine.local_cpu is not None:
-                lookup.unregister_local(self._lookup_id, self.rank, self._engine.local_cpu)
+                self._lookups.forget(self._engine.local_cpu)
             self._engine.close(CLOSE_DEADLINE_S)
         self._tiers.close_share()
