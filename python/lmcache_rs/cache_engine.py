@@ -248,10 +248,11 @@ class LMCacheEngine(ChunkEngine):
         _, registered, namespaces = registration
         hashes, covered = self._chain(registered, tokens, extra_keys)
         namespace = namespaces.text(request_configs)
-        hit_chunks = 0
-        if self.local_cpu is not None and lookup_id is None:
+        if self.local_cpu is None:
+            hit_chunks = 0
+        elif lookup_id is None:
             hit_chunks = self.local_cpu.longest_prefix(namespace, hashes)
-        elif self.local_cpu is not None:
+        else:
             hit_chunks, _ = self.local_cpu.lookup(lookup_id, namespace, hashes)
         rest = hashes[hit_chunks * HASH_BYTES :]
         lower = self._lower
@@ -364,8 +365,6 @@ class LMCacheEngine(ChunkEngine):
             walk.write_through(max(first, known))
         if not stored.refused_chunks:
             return 0
-        hashes = asked.hashes[first * HASH_BYTES :]
-        first += in_memory.longest_prefix(asked.namespace, hashes)
         return walk.store_from(first, is_queue_full=True)
 
     def _write_through(self, asked: _Asked, known: int) -> None:
@@ -399,4 +398,3 @@ class LMCacheEngine(ChunkEngine):
             ((_, covered, tail_hash),) = chain.spans(covered, True, extra)
             hashes += tail_hash
         return hashes, covered
-

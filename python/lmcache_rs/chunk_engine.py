@@ -53,7 +53,7 @@ class _Registration(NamedTuple):
 
 
 class ChunkEngine:
-    """A pool, the tiers below it, and the engine's tensors; see `LMCacheEngine` for the arguments."""
+    """A pool, the tiers below it, and the engine's tensors. Arguments as for `LMCacheEngine`."""
 
     def __init__(
         self,

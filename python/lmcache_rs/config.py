@@ -52,6 +52,7 @@ class LMCacheEngineConfig:
     max_local_disk_size: float
     local_disk_on_exit: str
     local_disk_direct_io: bool
+    local_disk_sync: bool
     local_disk_threads: int
     save_unfull_chunk: bool | None
     pre_caching_hash_algorithm: str

@@ -202,6 +202,14 @@ HONOURED: Mapping[str, Key] = {
             "and the page cache is used.",
         ),
         Key(
+            "local_disk_sync",
+            "bool",
+            False,
+            "",
+            "Wait with each write until its bytes are on the device. Without it what was written "
+            "last may be lost with the power; it is never wrong.",
+        ),
+        Key(
             "local_disk_threads",
             "int",
             8,

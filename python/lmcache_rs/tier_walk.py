@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from lmcache_rs.gpu_connector import RegisteredCache
-from lmcache_rs.key import CacheEngineKey, keys_of
+from lmcache_rs.key import keys_of
 
 if TYPE_CHECKING:
     from lmcache_rs.storage import MemoryObj, StorageManager

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tiers import DEADLINE_S, TIERS, Subject
+from tiers import DEADLINE_S, TIERS, Subject, assert_at_rest
 
 
 @pytest.fixture(params=TIERS)
@@ -14,8 +14,17 @@ def subject(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Subject]
     """Each tier in turn; at the end no byte is held and no put waits, walked."""
     made = TIERS[request.param](tmp_path)
     yield made
-    stats = made.tier.stats()
-    assert stats.get("queued_chunks", 0) == stats.get("queued_bytes", 0) == 0
-    assert stats.get("leased_bytes", 0) == stats.get("leases", 0) == 0
+    assert_at_rest(made)
     assert made.tier.close(DEADLINE_S)
-    assert made.in_use() == 0
+
+
+@pytest.fixture(params=TIERS)
+def big_subject(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Subject]:
+    """As `subject`, with memory for objects of 32 MiB."""
+    monkeypatch.setattr("tiers.POOL_BYTES", 80 << 20)
+    made = TIERS[request.param](tmp_path)
+    yield made
+    assert_at_rest(made)
+    assert made.tier.close(DEADLINE_S)

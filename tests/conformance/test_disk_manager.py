@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tiers import chain
 
-from lmcache_rs import LMCacheEngineConfig, StorageManager
+from lmcache_rs import LMCacheEngineConfig, StorageManager, _native
 
 
 def opened(path: Path, **settings: Any) -> StorageManager:
@@ -74,6 +74,27 @@ def test_a_folder_that_cannot_be_made_costs_the_tier_and_stops_a_strict_start(
     assert store.close(20.0)
     with pytest.raises(OSError, match="make folders"):
         opened(tmp_path / "file", strict=True)
+
+
+@pytest.mark.parametrize("sync", [None, True])
+def test_the_settings_reach_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sync: bool | None
+) -> None:
+    given: dict[str, object] = {}
+
+    def noting(*args: Any, **settings: Any) -> _native.LocalDisk:
+        given.update(settings)
+        return _native.LocalDisk(*args, **settings)
+
+    monkeypatch.setattr("lmcache_rs.storage.local_disk.LocalDisk", noting)
+    asked = {} if sync is None else {"local_disk_sync": sync}
+    store = opened(tmp_path, local_disk_threads=3, local_disk_direct_io=False, **asked)
+    put(store, [b"x" * 5000])
+    found = store.batched_get(chain(0))
+    assert [each and each.to_bytes() for each in found] == [b"x" * 5000]
+    del found
+    assert (given["threads"], given["direct"], given["sync"]) == (3, False, sync or False)
+    assert store.close(20.0)
 
 
 def test_several_folders_and_file_urls_are_read(tmp_path: Path) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 from tiers import DEADLINE_S, PAGE, Subject, chain, key
 
 from lmcache_rs import MemoryObj
@@ -94,11 +96,25 @@ def test_empty_tiny_and_big_chunks_come_back(subject: Subject) -> None:
     assert subject.got(*keys) == payloads
 
 
-def test_many_chunks_come_back(subject: Subject) -> None:
-    keys = chain(*range(500))
-    assert subject.put(keys, *(b"%d" % number for number in range(500))) == 500
-    assert subject.tier.batched_contains(keys) == 500
-    assert subject.got(*keys) == [b"%d" % number for number in range(500)]
+def test_a_byte_a_page_but_one_and_32_mib_come_back(big_subject: Subject) -> None:
+    subject = big_subject
+    for number, size in enumerate([1, PAGE - 1, 32 << 20]):
+        payload = random.Random(size).randbytes(size)
+        assert subject.put([key(number)], payload) == 1
+        assert subject.tier.contains(key(number))
+        # Compared by hand: nobody reads 32 MiB of differences.
+        came = subject.got(key(number))[0]
+        is_same = came == payload
+        del came
+        assert is_same, f"of {size} bytes"
+        assert subject.tier.remove(key(number))
+
+
+def test_a_thousand_chunks_come_back(subject: Subject) -> None:
+    keys = chain(*range(1000))
+    assert subject.put(keys, *(b"%d" % number for number in range(1000))) == 1000
+    assert subject.tier.batched_contains(keys) == 1000
+    assert subject.got(*keys) == [b"%d" % number for number in range(1000)]
 
 
 def test_answers_may_be_waited_for_elsewhere(subject: Subject) -> None:
@@ -114,6 +130,99 @@ def test_answers_may_be_waited_for_elsewhere(subject: Subject) -> None:
         return await asyncio.wrap_future(subject.tier.batched_async_contains(keys))
 
     assert asyncio.run(awaited()) == 2
+
+
+def test_an_answer_that_is_called_off_leaves_nothing_behind(subject: Subject) -> None:
+    payloads = [random.Random(number).randbytes(10 * PAGE) for number in range(20)]
+    keys = chain(*range(20))
+    subject.put(keys, *payloads)
+    for _ in range(20):
+        objects = subject.tier.batched_get_non_blocking(keys)
+        contains = subject.tier.batched_async_contains(keys)
+        objects.cancel()
+        contains.cancel()
+        del objects, contains
+    assert subject.got(*keys) == payloads, "and others have theirs"
+
+
+def test_a_chunk_is_whole_or_not_there_while_it_is_put(subject: Subject) -> None:
+    payload = random.Random(0).randbytes(300 * PAGE)
+    for number in range(5):
+        objects = subject.objects(payload)
+        with ThreadPoolExecutor(1) as threads:
+            putting = threads.submit(subject.tier.batched_submit_put_task, [key(number)], objects)
+            del objects
+            due = time.monotonic() + DEADLINE_S
+            while (came := subject.got(key(number))) == [None]:
+                assert time.monotonic() < due
+            assert came[0] == payload
+            assert putting.result(DEADLINE_S) == 1
+        assert subject.tier.flush(DEADLINE_S)
+        assert subject.tier.remove(key(number))
+
+
+def test_a_chunk_is_whole_or_not_there_while_it_is_removed(subject: Subject) -> None:
+    payloads = [random.Random(number).randbytes(100 * PAGE) for number in range(4)]
+    keys = chain(*range(4))
+    for turn in range(10):
+        subject.put(keys, *payloads)
+        with ThreadPoolExecutor(2) as threads:
+            reading = threads.submit(subject.got, *keys)
+            removing = threads.submit(subject.tier.remove, keys[turn % 4])
+            came = reading.result(60)
+            assert removing.result(60)
+        num_came = sum(each is not None for each in came)
+        assert came == payloads[:num_came] + [None] * (4 - num_came)
+        assert num_came >= turn % 4, "those before it are there"
+        assert subject.got(keys[turn % 4]) == [None]
+
+
+def test_one_of_many_puts_of_a_key_is_stored_whole(subject: Subject) -> None:
+    payloads = [bytes([number]) * (50 * PAGE) for number in range(4)]
+    for turn in range(5):
+        objects = [subject.objects(payload) for payload in payloads]
+        barrier = threading.Barrier(4)
+
+        def put(number: int, turn: int = turn, of: object = objects, at: object = barrier) -> None:
+            at.wait(60)  # type: ignore[attr-defined]
+            subject.tier.batched_submit_put_task([key(turn)], of[number])  # type: ignore[index]
+
+        with ThreadPoolExecutor(4) as threads:
+            for done in [threads.submit(put, number) for number in range(4)]:
+                done.result(60)
+        del objects, put
+        assert subject.tier.flush(DEADLINE_S)
+        (came,) = subject.got(key(turn))
+        assert came in payloads
+        assert subject.got(key(turn)) == [came], "and stays"
+
+
+def test_an_object_of_another_chunk_is_a_miss_and_leaves(subject: Subject) -> None:
+    if subject.exchange is None:
+        pytest.skip("nobody gets behind it")
+    subject.put(chain(1, 2, 3), b"1" * PAGE, b"2" * PAGE, b"3" * PAGE)
+    subject.exchange(key(2), key(3))
+    assert subject.got(*chain(1, 2, 3)) == [b"1" * PAGE, None, None]
+    assert not subject.tier.contains(key(2))
+    assert subject.got(key(3)) == [b"3" * PAGE]
+    subject.put(chain(2), b"2" * PAGE)
+    assert subject.got(*chain(1, 2, 3)) == [b"1" * PAGE, b"2" * PAGE, b"3" * PAGE]
+
+
+def test_what_was_stored_is_there_when_it_is_opened_again(subject: Subject) -> None:
+    if subject.reopen is None:
+        pytest.skip("it keeps nothing")
+    keys = chain(*range(20))
+    payloads = [random.Random(number).randbytes(PAGE + number) for number in range(20)]
+    subject.put(keys, *payloads)
+    assert subject.tier.remove(keys[7])
+    assert subject.tier.close(DEADLINE_S)
+    subject.tier = subject.reopen()
+    assert subject.tier.batched_contains(keys) == 7
+    assert subject.got(*keys[:8]) == [*payloads[:7], None]
+    assert subject.got(*keys[8:]) == payloads[8:]
+    subject.put(keys[7:8], payloads[7])
+    assert subject.got(*keys) == payloads
 
 
 def test_threads_that_put_get_and_remove_see_whole_chunks(subject: Subject) -> None:

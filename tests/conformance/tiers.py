@@ -6,6 +6,7 @@ import importlib.util
 import shutil
 import sys
 import tempfile
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -76,6 +77,9 @@ class Subject:
     Args:
         tier: The tier.
         lose: Takes a chunk away behind the tier's back.
+        reopen: Opens what the tier has kept, after its close; None if it keeps nothing.
+        exchange: Lays the object of the second key under the first, behind the tier's back; None if
+            nobody can.
     """
 
     def __init__(
@@ -83,10 +87,15 @@ class Subject:
         tier: StorageBackendInterface,
         pool: _native.LocalCpu,
         lose: Callable[[CacheEngineKey], None],
+        *,
+        reopen: Callable[[], StorageBackendInterface] | None = None,
+        exchange: Callable[[CacheEngineKey, CacheEngineKey], None] | None = None,
     ) -> None:
         self.tier = tier
         self.pool = pool
         self.lose = lose
+        self.reopen = reopen
+        self.exchange = exchange
 
     def objects(self, *payloads: bytes) -> list[MemoryObj]:
         """Sealed objects of these bytes, in memory that the tier takes."""
@@ -117,6 +126,18 @@ class Subject:
         return books["capacity_bytes"] - books["free_bytes"]
 
 
+def assert_at_rest(subject: Subject) -> None:
+    """No byte is held and no put waits, walked; a tier whose last answers nobody took is given the
+    time to end them."""
+    due = time.monotonic() + DEADLINE_S
+    while subject.in_use() and time.monotonic() < due:
+        time.sleep(0.01)
+    assert subject.in_use() == 0
+    stats = subject.tier.stats()
+    assert stats.get("queued_chunks", 0) == stats.get("queued_bytes", 0) == 0
+    assert stats.get("leased_bytes", 0) == stats.get("leases", 0) == 0
+
+
 def _local_cpu(tmp_path: Path) -> Subject:
     local_cpu = _native.LocalCpu(POOL_BYTES, 1000)
 
@@ -131,38 +152,77 @@ def python_tier(
     lose: Callable[[CacheEngineKey], None],
     *,
     deadline_s: float = DEADLINE_S,
-    max_queued_bytes: int = POOL_BYTES,
+    max_queued_bytes: int | None = None,
+    kind: type[BackendTier] = BackendTier,
 ) -> Subject:
     """A backend in Python as the manager drives it."""
     pool = _native.LocalCpu(POOL_BYTES, 1000)
-    tier = BackendTier(
-        "mine", backend, pool=pool, deadline_s=deadline_s, max_queued_bytes=max_queued_bytes
-    )
+    limits = {"deadline_s": deadline_s, "max_queued_bytes": max_queued_bytes or POOL_BYTES}
+    tier = kind("mine", backend, pool=pool, **limits)  # type: ignore[arg-type]
     return Subject(tier, pool, lose)
 
 
+def python_dict(
+    kind: type[BackendTier] = BackendTier, backend: DictBackend | None = None
+) -> Subject:
+    """The least that is a backend, as a tier of this kind."""
+    backend = backend or DictBackend()
+    made = python_tier(backend, lambda key: backend.chunks.pop(key) and None, kind=kind)
+
+    def reopen() -> StorageBackendInterface:
+        limits = {"deadline_s": DEADLINE_S, "max_queued_bytes": POOL_BYTES}
+        return kind("again", backend, pool=made.pool, **limits)  # type: ignore[arg-type]
+
+    def exchange(key: CacheEngineKey, other: CacheEngineKey) -> None:
+        backend.chunks[key] = backend.chunks[other]
+
+    made.reopen, made.exchange = reopen, exchange
+    return made
+
+
 def _python_dict(tmp_path: Path) -> Subject:
-    backend = DictBackend()
-    return python_tier(backend, lambda key: backend.chunks.pop(key) and None)
+    return python_dict()
 
 
 def _python_files(tmp_path: Path) -> Subject:
-    backend = example("python_backend").FolderBackend(tmp_path / "chunks")
+    def opened() -> Any:
+        return example("python_backend").FolderBackend(tmp_path / "chunks")
+
+    backend = opened()
 
     def lose(key: CacheEngineKey) -> None:
         backend.path(key).unlink()
 
-    return python_tier(backend, lose)
+    def reopen() -> StorageBackendInterface:
+        limits = {"deadline_s": DEADLINE_S, "max_queued_bytes": POOL_BYTES}
+        return BackendTier("again", opened(), pool=made.pool, **limits)  # type: ignore[arg-type]
+
+    def exchange(key: CacheEngineKey, other: CacheEngineKey) -> None:
+        shutil.copyfile(backend.path(other), backend.path(key))
+
+    made = python_tier(backend, lose)
+    made.reopen, made.exchange = reopen, exchange
+    return made
 
 
 def _local_disk(path: Path) -> Subject:
     pool = _native.LocalCpu(POOL_BYTES, 1000)
-    backend = LocalDiskBackend([path], 64 << 20, pool, max_queued_bytes=POOL_BYTES)
+
+    def reopen() -> LocalDiskBackend:
+        return LocalDiskBackend([path], 64 << 20, pool, max_queued_bytes=POOL_BYTES)
+
+    backend = reopen()
+
+    def file_of(key: CacheEngineKey) -> Path:
+        return Path(backend.local_disk.path_of(key.namespace, key.chunk_hash))
 
     def lose(key: CacheEngineKey) -> None:
-        Path(backend.local_disk.path_of(key.namespace, key.chunk_hash)).unlink()
+        file_of(key).unlink()
 
-    return Subject(backend, pool, lose)
+    def exchange(key: CacheEngineKey, other: CacheEngineKey) -> None:
+        shutil.copyfile(file_of(other), file_of(key))
+
+    return Subject(backend, pool, lose, reopen=reopen, exchange=exchange)
 
 
 def _local_disk_in_memory(tmp_path: Path) -> Subject:

@@ -29,6 +29,7 @@ SAMPLES: dict[str, tuple[Any, str]] = {
     "max_local_disk_size": (2.5, "2.5"),
     "local_disk_on_exit": ("delete", "delete"),
     "local_disk_direct_io": (False, "0"),
+    "local_disk_sync": (True, "yes"),
     "local_disk_threads": (4, "4"),
     "save_unfull_chunk": (True, "on"),
     "pre_caching_hash_algorithm": ("sha256_cbor", "sha256_cbor"),

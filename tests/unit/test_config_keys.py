@@ -181,6 +181,7 @@ def test_every_key_of_lmcache_is_known_and_no_other() -> None:
     ours = {"chain", "none_hash_seed", "lease_timeout_ms", "copy_threads", "strict", "log_requests"}
     ours |= {"refuse_slow_loads", "max_sync_load_ms", "storage_backends"}
     ours |= {"local_disk_on_exit", "local_disk_direct_io", "local_disk_threads"}
+    ours |= {"local_disk_sync"}
     assert set(LMCACHE_0_5_6) == (set(HONOURED) - ours) | set(LMCACHE_ONLY) | set(LEGACY_NAMES)
     assert not set(HONOURED) & set(LMCACHE_ONLY)
 

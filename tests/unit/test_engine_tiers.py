@@ -221,17 +221,17 @@ def test_unfull_tails_and_holes_are_as_in_host_memory(
     tmp_path: Path, caches: list[torch.Tensor]
 ) -> None:
     holed = slots(80)
-    holed[60] = -1
+    holed[76] = -1
     with make(tmp_path, save_unfull_chunk=True) as engine:
         assert stored(engine, caches, 43) == 43
-        assert engine.store(list(range(100, 180)), kvcaches=caches, slot_mapping=holed) == 56
+        assert engine.store(list(range(100, 180)), kvcaches=caches, slot_mapping=holed) == 72
     with registered(tmp_path, caches, save_unfull_chunk=True, num_pages=8) as engine:
         assert round_trip(engine, caches, 43).all()
-        assert engine.lookup(list(range(100, 180))) == 56
+        assert engine.lookup(list(range(100, 180))) == 72
         where = {"kvcaches": caches, "slot_mapping": holed}
-        assert engine.store(list(range(200, 280)), **where) == 56  # type: ignore[arg-type]
+        assert engine.store(list(range(200, 280)), **where) == 72  # type: ignore[arg-type]
         ret_mask = engine.retrieve(list(range(200, 280)), **where)  # type: ignore[arg-type]
-        assert ret_mask.tolist() == [at < 56 for at in range(80)]
+        assert ret_mask.tolist() == [at < 72 for at in range(80)]
         partly = slots(43)
         partly[20:22] = -1
         target = [torch.zeros_like(cache) for cache in caches]
@@ -307,9 +307,7 @@ def slow() -> Iterator[SlowBackend]:
     backend.open.set()
 
 
-def test_a_store_that_fits_waits_for_no_tier(
-    caches: list[torch.Tensor], slow: SlowBackend
-) -> None:
+def test_a_store_that_fits_waits_for_no_tier(caches: list[torch.Tensor], slow: SlowBackend) -> None:
     with registered(None, caches) as engine:
         engine.storage_manager.add_backend("slow", slow, max_queued_bytes=1 << 20)
         # The backend is let through after this: were it waited for, nobody came back.
@@ -358,6 +356,29 @@ def test_faults_of_a_backend_cost_what_it_has_and_raise_nothing(
         where = {"kvcaches": caches, "slot_mapping": slots(80)}
         assert not engine.retrieve(tokens, **where).any()  # type: ignore[arg-type]
         assert_idle(engine)
+
+
+def test_a_chunk_of_another_size_under_the_name_ends_what_is_loaded(
+    caches: list[torch.Tensor],
+) -> None:
+    lower = DictBackend()
+    with registered(None, caches) as engine:
+        storage = engine.storage_manager
+        storage.add_backend("lower", lower)
+        assert stored(engine, caches, 80) == 80
+        flushed(engine)
+        keys = list(lower.chunks)
+        engine.clear()
+        lower.chunks.clear()
+        objects = storage.batched_allocate([3072, 3072, 3072 // 2, 3072])
+        assert objects is not None
+        for memory_obj in objects:
+            memoryview(memory_obj)[:] = bytes(memory_obj.nbytes)  # type: ignore[arg-type]
+        assert storage.put_below(keys[:4], objects) == 4
+        del objects
+        flushed(engine)
+        zeros = [torch.zeros_like(cache) for cache in caches]
+        assert round_trip(engine, zeros, 80).tolist() == [at < 16 for at in range(80)]
 
 
 def test_without_a_tier_that_can_be_used_host_memory_serves_alone(

@@ -39,6 +39,7 @@ class LocalDiskBackend(StorageBackendInterface):
         threads: As many requests are under way at the disks.
         max_queued_bytes: Bytes of the puts that may wait; a quarter of the pool unless given.
         direct: Read and write past the page cache, where the file system can.
+        sync: Wait with each write until its bytes are on the device.
         delete_on_close: Remove what is stored at the close, if no other process uses it.
         deadline_s: Seconds after which a read is taken as a miss.
 
@@ -57,6 +58,7 @@ class LocalDiskBackend(StorageBackendInterface):
         threads: int = 8,
         max_queued_bytes: int | None = None,
         direct: bool = True,
+        sync: bool = False,
         delete_on_close: bool = False,
         deadline_s: float = DEADLINE_S,
     ) -> None:
@@ -68,6 +70,7 @@ class LocalDiskBackend(StorageBackendInterface):
             threads=threads,
             max_queued_bytes=max_queued_bytes or max(1, pool.capacity_bytes // 4),
             direct=direct,
+            sync=sync,
             delete_on_close=delete_on_close,
         )
         self.faults = TierFaults("LocalDiskBackend")
@@ -85,6 +88,7 @@ class LocalDiskBackend(StorageBackendInterface):
             policy=config.cache_policy,
             threads=config.local_disk_threads,
             direct=config.local_disk_direct_io,
+            sync=config.local_disk_sync,
             delete_on_close=config.local_disk_on_exit == "delete",
         )
 

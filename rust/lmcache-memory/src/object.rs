@@ -135,6 +135,11 @@ impl ChunkMut {
         self.piece.len == 0
     }
 
+    /// Makes the chunk end after `len` bytes, if it is longer. It keeps its pages.
+    pub fn truncate(&mut self, len: usize) {
+        self.piece.len = self.piece.len.min(len);
+    }
+
     /// Notes the positions of the chunk's tokens in their prompt; they stay with the chunk. Kept on the heap,
     /// 8 bytes a token.
     pub fn set_positions(&mut self, positions: Box<[i64]>) {

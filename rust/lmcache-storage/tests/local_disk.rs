@@ -136,6 +136,82 @@ fn the_limit_holds_and_a_chain_leaves_from_its_tail() {
 }
 
 #[test]
+fn what_was_used_is_kept_over_a_restart_too_and_by_other_processes() {
+    for (by_other, removes) in [(false, false), (false, true), (true, false)] {
+        let folder = tempfile::tempdir().unwrap();
+        let disk = open(folder.path());
+        for chain in 0..4 {
+            let numbers = hashes(chain * 10..chain * 10 + 6);
+            disk.put(NAMESPACE, &numbers, chunks(&pool(), &numbers, LEN));
+            assert!(disk.flush(LONG));
+        }
+        if removes {
+            assert!(disk.remove(NAMESPACE, hash(15)));
+        }
+        // The first chain but for its tail, then half of the third; whoever looks uses.
+        assert_eq!(disk.contains_prefix(NAMESPACE, &hashes(0..5)), 5);
+        let used = disk.get(NAMESPACE, &hashes(20..23), LONG).len();
+        assert_eq!(used, 3);
+        let before = disk.stats()["used_bytes"];
+        let other = by_other.then(|| open(folder.path()));
+        assert!(disk.close(LONG));
+        let mut small = options(folder.path());
+        small.limit_bytes = 9 * (4 * 4096 + 256);
+        let disk = match other {
+            // It follows the catalogue, and tells of what it has seen used by nobody but itself.
+            Some(other) => {
+                assert_eq!(other.contains_prefix(NAMESPACE, &hashes(15..16)), 1);
+                assert!(other.close(LONG));
+                LocalDisk::open(small, pool()).unwrap()
+            }
+            None => LocalDisk::open(small, pool()).unwrap(),
+        };
+        assert_eq!(disk.stats()["used_bytes"], before);
+        let one = hashes(40..41);
+        disk.put(NAMESPACE, &one, chunks(&pool(), &one, LEN));
+        assert!(disk.flush(LONG));
+        // Eight of the 24 and the new one are left: those that were used, the latest last, from their tails on.
+        let left: Vec<u32> = (0..40)
+            .filter(|number| disk.contains_prefix(NAMESPACE, &hashes(*number..number + 1)) == 1)
+            .collect();
+        let kept = if by_other {
+            vec![0, 1, 2, 3, 15, 20, 21, 22]
+        } else {
+            vec![0, 1, 2, 3, 4, 20, 21, 22]
+        };
+        assert_eq!(left, kept, "by another {by_other}, with removals {removes}");
+        assert_books_balance(&disk, folder.path());
+    }
+}
+
+#[test]
+fn uses_that_are_told_again_and_again_leave_the_catalogue_small() {
+    let folder = tempfile::tempdir().unwrap();
+    let numbers = hashes(0..50);
+    let disk = open(folder.path());
+    disk.put(NAMESPACE, &numbers, chunks(&pool(), &numbers, 100));
+    assert!(disk.close(LONG));
+    for _ in 0..100 {
+        let mut options = options(folder.path());
+        // Some hundred records of what is gone may stay.
+        options.limit_bytes = 50 * (2 * 4096 + 256);
+        let disk = LocalDisk::open(options, pool()).unwrap();
+        assert_eq!(disk.contains_prefix(NAMESPACE, &numbers), 50);
+        assert!(disk.close(LONG));
+    }
+    let root = fs::read_dir(folder.path().join("lmcache_rs.v1")).unwrap();
+    let sizes = root
+        .map(|entry| entry.unwrap())
+        .filter(|entry| entry.file_name().to_string_lossy().contains("catalogue"));
+    let sizes: Vec<u64> = sizes.map(|entry| entry.metadata().unwrap().len()).collect();
+    assert_eq!(sizes.len(), 1);
+    assert!(sizes[0] <= (2 * 50 + 64 + 2 * 50) * 68, "{sizes:?}");
+    let disk = open(folder.path());
+    assert_eq!(come_back(&disk, &numbers, 100), [true; 50]);
+    assert_books_balance(&disk, folder.path());
+}
+
+#[test]
 fn a_chunk_larger_than_the_limit_is_not_stored_and_evicts_nothing() {
     let folder = tempfile::tempdir().unwrap();
     let mut small = options(folder.path());
@@ -263,63 +339,95 @@ fn clear_empties_a_prefix_for_every_process_and_puts_under_way_do_not_come_back(
     assert_books_balance(&a, folder.path());
 }
 
+fn set_len(file: &Path, change: i64) {
+    let opened = fs::File::options().write(true).open(file).unwrap();
+    let len = opened.metadata().unwrap().len();
+    opened.set_len(len.saturating_add_signed(change)).unwrap();
+}
+
+fn bytes(file: &Path) -> usize {
+    fs::metadata(file).unwrap().len() as usize
+}
+
 #[test]
 fn damaged_files_are_misses_by_reason_and_the_next_put_heals() {
+    // One that is read at once, one in a few pieces, and one in pieces that are summed up each.
+    for len in [LEN, 300_001, (9 << 20) + 5] {
+        damage_and_heal(len);
+    }
+}
+
+fn damage_and_heal(len: usize) {
     type Damage = fn(&Path);
-    let damages: [(&str, Damage); 8] = [
+    let damages: [(&str, Damage); 12] = [
         ("faults_gone", |file| fs::remove_file(file).unwrap()),
+        ("faults_truncated", |file| set_len(file, -4096)),
+        ("faults_truncated", |file| set_len(file, -8192)),
         ("faults_truncated", |file| {
-            fs::File::options()
-                .write(true)
-                .open(file)
-                .unwrap()
-                .set_len(8192)
-                .unwrap()
+            set_len(file, 4096 - bytes(file) as i64)
         }),
         ("faults_truncated", |file| fs::write(file, "").unwrap()),
-        ("faults_length", |file| {
-            fs::File::options()
-                .write(true)
-                .open(file)
-                .unwrap()
-                .set_len(1 << 20)
-                .unwrap()
-        }),
+        ("faults_length", |file| set_len(file, 4096)),
+        ("faults_length", |file| set_len(file, 1 << 20)),
         ("faults_magic", |file| {
-            fs::write(file, vec![7; 16384]).unwrap()
+            fs::write(file, vec![7; bytes(file)]).unwrap()
         }),
-        ("faults_checksum", |file| flip(file, 9000)),
-        ("faults_checksum", |file| flip(file, 16383)),
+        ("faults_checksum", |file| flip(file, 5000)),
+        ("faults_checksum", |file| flip(file, bytes(file) - 4096)),
+        // In the padding.
+        ("faults_checksum", |file| flip(file, bytes(file) - 1)),
         ("faults_version", |file| flip(file, 8)),
     ];
     let folder = tempfile::tempdir().unwrap();
-    let disk = open(folder.path());
-    let pool = pool();
+    let pool = LocalCpu::new(48 * MIB, LONG).unwrap();
+    let disk = LocalDisk::open(options(folder.path()), pool.clone()).unwrap();
     let numbers = hashes(0..2);
-    for (reason, damage) in damages {
-        disk.put(NAMESPACE, &numbers, chunks(&pool, &numbers, LEN));
+    for (at, (reason, damage)) in damages.into_iter().enumerate() {
+        disk.put(NAMESPACE, &numbers, chunks(&pool, &numbers, len));
         assert!(disk.flush(LONG));
         let before = disk.stats().get(reason).copied().unwrap_or(0);
         damage(&disk.path_of(NAMESPACE, numbers[0]));
-        assert_eq!(come_back(&disk, &numbers, LEN), [false, true], "{reason}");
-        assert_eq!(disk.stats()[reason], before + 1, "{reason}");
-        assert_eq!(
-            disk.contains_prefix(NAMESPACE, &numbers[..1]),
-            0,
-            "{reason}"
-        );
+        let what = format!("{at}: {reason} of {len} bytes");
+        assert_eq!(come_back(&disk, &numbers, len), [false, true], "{what}");
+        assert_eq!(disk.stats()[reason], before + 1, "{what}");
+        assert_eq!(disk.contains_prefix(NAMESPACE, &numbers[..1]), 0, "{what}");
         assert_books_balance(&disk, folder.path());
     }
     // Another chunk's file under this one's name.
-    disk.put(NAMESPACE, &numbers, chunks(&pool, &numbers, LEN));
+    disk.put(NAMESPACE, &numbers, chunks(&pool, &numbers, len));
     assert!(disk.flush(LONG));
     fs::copy(
         disk.path_of(NAMESPACE, numbers[1]),
         disk.path_of(NAMESPACE, numbers[0]),
     )
     .unwrap();
-    assert_eq!(come_back(&disk, &numbers, LEN), [false, true]);
+    assert_eq!(come_back(&disk, &numbers, len), [false, true]);
     assert_eq!(disk.stats()["faults_foreign"], 1);
+    assert_eq!(pool.audit().free_bytes, pool.audit().capacity_bytes);
+}
+
+#[test]
+fn headers_of_several_pages_come_back_with_any_payload() {
+    let folder = tempfile::tempdir().unwrap();
+    let pool = pool();
+    let disk = open(folder.path());
+    let numbers = hashes(0..4);
+    let positions: Box<[i64]> = (0..2000).map(|at| at * 3 - 7).collect();
+    for (hash, len) in numbers.iter().zip([0, 5, 130_000, 3_000_001]) {
+        let mut made = pool.allocate(&[len]).unwrap().pop().unwrap();
+        made.bytes_mut().copy_from_slice(&payload(*hash, len));
+        made.set_positions(positions.clone());
+        let chunk = Chunk {
+            object: made.seal_unpublished(),
+            form: None,
+            num_tokens: 2000,
+        };
+        assert_eq!(disk.put(NAMESPACE, &[*hash], vec![chunk]), 1);
+        assert!(disk.flush(LONG));
+        let mut came = disk.get(NAMESPACE, &[*hash], LONG).pop().unwrap();
+        assert_eq!(came.chunk.positions(), Some(&positions[..]));
+        assert!(came.chunk.bytes_mut() == payload(*hash, len), "{len} bytes");
+    }
     assert_eq!(pool.audit().free_bytes, pool.audit().capacity_bytes);
 }
 
@@ -401,20 +509,24 @@ fn a_read_has_an_answer_by_its_deadline_and_gives_its_memory_back() {
 
 #[test]
 fn memory_for_what_is_read_may_run_out() {
-    let folder = tempfile::tempdir().unwrap();
-    let numbers = hashes(0..20);
-    let disk = open(folder.path());
-    disk.put(NAMESPACE, &numbers, chunks(&pool(), &numbers, 100_000));
-    assert!(disk.close(LONG));
-    let tiny = LocalCpu::new(500_000, LONG).unwrap();
-    let disk = LocalDisk::open(options(folder.path()), tiny).unwrap();
-    for _ in 0..200 {
-        // What comes is the prefix that fits, whichever of them were read first.
-        assert_eq!(disk.get(NAMESPACE, &numbers, LONG).len(), 4);
+    // Five times the memory is too little for five, with the pages that they take.
+    for len in [100_000, 200_000] {
+        let folder = tempfile::tempdir().unwrap();
+        let numbers = hashes(0..20);
+        let disk = open(folder.path());
+        disk.put(NAMESPACE, &numbers, chunks(&pool(), &numbers, len));
+        assert!(disk.close(LONG));
+        let tiny = LocalCpu::new(5 * len as u64, LONG).unwrap();
+        let disk = LocalDisk::open(options(folder.path()), tiny.clone()).unwrap();
+        for _ in 0..200 {
+            // What comes is the prefix that fits, whichever of them were read first.
+            assert_eq!(disk.get(NAMESPACE, &numbers, LONG).len(), 4);
+        }
+        assert_eq!(disk.stats()["faults_no_memory"], 200);
+        assert_eq!(disk.contains_prefix(NAMESPACE, &numbers), 20);
+        assert_eq!(come_back(&disk, &numbers[19..], len), [true]);
+        assert_eq!(tiny.audit().free_bytes, tiny.audit().capacity_bytes);
     }
-    assert_eq!(disk.stats()["faults_no_memory"], 200);
-    assert_eq!(disk.contains_prefix(NAMESPACE, &numbers), 20);
-    assert_eq!(come_back(&disk, &numbers[19..], 100_000), [true]);
 }
 
 #[test]

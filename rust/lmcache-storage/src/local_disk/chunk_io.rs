@@ -7,15 +7,18 @@ use std::sync::atomic::Ordering;
 use lmcache_memory::object::ChunkMut;
 
 use super::faults::Trouble;
-use super::files::{Open, OpenFile, read_fully, write_fully};
+use super::files::{Open, OpenFile, read_fully, read_two_fully, write_fully};
 use super::folder::Folder;
 use super::records::Name;
 use crate::object_form::{Check, Defect, Description, Header, PAGE_BYTES};
 
 /// Objects up to this size are read with one call and copied from there.
 const SMALL_BYTES: u64 = 128 << 10;
-/// Pieces in which a payload is read, and copied where its memory is not aligned.
-const PIECE_BYTES: usize = 2 << 20;
+/// Pieces in which a payload is read: many requests of the device's each, and not so many that the sum of the last
+/// one is long waited for.
+const PIECE_BYTES: usize = 8 << 20;
+/// Pieces in which it is copied where its memory is not aligned.
+const BOUNCE_BYTES: usize = 2 << 20;
 
 /// Memory at a page's boundary, as direct I/O needs it.
 pub(crate) struct Aligned {
@@ -105,13 +108,13 @@ fn write_object(file: &dyn OpenFile, header: &[u8], payload: &[u8]) -> io::Resul
     if is_aligned(pages) {
         write_fully(file, pages, at)?;
     } else {
-        let mut bounce = Aligned::new(PIECE_BYTES.min(pages.len()));
-        for (i, piece) in pages.chunks(PIECE_BYTES).enumerate() {
+        let mut bounce = Aligned::new(BOUNCE_BYTES.min(pages.len()));
+        for (i, piece) in pages.chunks(BOUNCE_BYTES).enumerate() {
             bounce.bytes_mut()[..piece.len()].copy_from_slice(piece);
             write_fully(
                 file,
                 &bounce.bytes()[..piece.len()],
-                at + (i * PIECE_BYTES) as u64,
+                at + (i * BOUNCE_BYTES) as u64,
             )?;
         }
     }
@@ -177,6 +180,11 @@ fn read_object(
 ) -> Result<(ChunkMut, Description), ReadError> {
     let file = folder.files.open(path, Open::Read { direct })?;
     let found = file.bytes()?;
+    if found > SMALL_BYTES
+        && let Some(read) = read_large(&*file, found, key, room)?
+    {
+        return Ok(read);
+    }
     let mut first = Aligned::new(found.clamp(PAGE_BYTES as u64, SMALL_BYTES) as usize);
     let whole_file = found <= SMALL_BYTES;
     let wanted = if whole_file { first.len } else { PAGE_BYTES };
@@ -193,16 +201,7 @@ fn read_object(
     }
     let header = Header::parse(first.bytes())?;
     header.require_key(key)?;
-    let payload_bytes = header.description.payload_bytes;
-    let due = payload_bytes
-        .checked_add(header_bytes as u64)
-        .and_then(|bytes| bytes.checked_next_multiple_of(PAGE_BYTES as u64));
-    match due {
-        Some(due) if due == found => {}
-        Some(due) if due < found => return Err(Defect::Length.into()),
-        _ => return Err(Defect::Truncated.into()),
-    }
-    let payload_bytes = payload_bytes as usize;
+    let payload_bytes = payload_bytes(&header, found)?;
     let mut chunk = room(payload_bytes).map_err(ReadError::NoRoom)?;
     let mut check = header.check();
     if whole_file {
@@ -226,6 +225,80 @@ fn read_object(
     Ok((chunk, description))
 }
 
+/// Reads a large object whose header is one page, as nearly all are: that page and the payload's beginning with
+/// one call, into where they belong. `None` if the header is longer, or the memory is not to be had like that.
+///
+/// Memory is asked for before anything is read, so that reads of many chunks need not wait for each other's.
+fn read_large(
+    file: &dyn OpenFile,
+    found: u64,
+    key: &str,
+    room: Room<'_>,
+) -> Result<Option<(ChunkMut, Description)>, ReadError> {
+    let padded_bytes = usize::try_from(found).unwrap_or(usize::MAX) - PAGE_BYTES;
+    if !found.is_multiple_of(PAGE_BYTES as u64) {
+        return Ok(None);
+    }
+    // Whole pages, as the pool gives them; the last one may end in padding.
+    let Ok(mut chunk) = room(padded_bytes) else {
+        return Ok(None);
+    };
+    let into = chunk.bytes_mut();
+    if !is_aligned(into) {
+        return Ok(None);
+    }
+    let mut first = Aligned::new(PAGE_BYTES);
+    let (beginning, rest) = into.split_at_mut(PIECE_BYTES.min(padded_bytes));
+    let count = read_two_fully(file, first.bytes_mut(), beginning, 0)?;
+    if Header::bytes_of(&first.bytes()[..count.min(PAGE_BYTES)])? != PAGE_BYTES {
+        return Ok(None);
+    }
+    let header = Header::parse(first.bytes())?;
+    header.require_key(key)?;
+    let payload_bytes = payload_bytes(&header, found)?;
+    if count < PAGE_BYTES + beginning.len() {
+        return Err(Defect::Truncated.into());
+    }
+    let mut check = header.check();
+    let mut left = payload_bytes;
+    let mut sum = |piece: &[u8]| {
+        let (payload, padding) = piece.split_at(left.min(piece.len()));
+        left -= payload.len();
+        check.update(payload);
+        require_zeros(padding)
+    };
+    sum(beginning)?;
+    let mut at = count as u64;
+    // Piece by piece: one is summed up while it is near, and others are read meanwhile.
+    for piece in rest.chunks_mut(PIECE_BYTES) {
+        if read_fully(file, piece, at)? < piece.len() {
+            return Err(Defect::Truncated.into());
+        }
+        sum(piece)?;
+        at += piece.len() as u64;
+    }
+    check.finish()?;
+    chunk.truncate(payload_bytes);
+    let mut description = header.description;
+    if let Some(positions) = description.positions.take() {
+        chunk.set_positions(positions);
+    }
+    Ok(Some((chunk, description)))
+}
+
+/// Bytes of the payload, if a file of `found` bytes is what the header says.
+fn payload_bytes(header: &Header<'_>, found: u64) -> Result<usize, Defect> {
+    let payload_bytes = header.description.payload_bytes;
+    let due = payload_bytes
+        .checked_add(header.len() as u64)
+        .and_then(|bytes| bytes.checked_next_multiple_of(PAGE_BYTES as u64));
+    match due {
+        Some(due) if due == found => Ok(payload_bytes as usize),
+        Some(due) if due < found => Err(Defect::Length),
+        _ => Err(Defect::Truncated),
+    }
+}
+
 /// Reads piece by piece, so that one is summed up while it is near, and others are read meanwhile.
 fn read_payload(
     file: &dyn OpenFile,
@@ -235,9 +308,9 @@ fn read_payload(
 ) -> Result<(), ReadError> {
     let whole = into.len() - into.len() % PAGE_BYTES;
     let (pages, tail) = into.split_at_mut(whole);
-    let mut bounce = (!is_aligned(pages)).then(|| Aligned::new(PIECE_BYTES.min(pages.len())));
-    for (i, piece) in pages.chunks_mut(PIECE_BYTES).enumerate() {
-        let at = at + (i * PIECE_BYTES) as u64;
+    let mut bounce = (!is_aligned(pages)).then(|| Aligned::new(BOUNCE_BYTES.min(pages.len())));
+    for (i, piece) in pages.chunks_mut(BOUNCE_BYTES).enumerate() {
+        let at = at + (i * BOUNCE_BYTES) as u64;
         let count = match &mut bounce {
             None => read_fully(file, piece, at)?,
             Some(bounce) => {

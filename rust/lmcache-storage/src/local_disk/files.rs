@@ -2,7 +2,7 @@
 
 use std::fmt;
 use std::fs;
-use std::io::{self, ErrorKind};
+use std::io::{self, ErrorKind, IoSliceMut};
 use std::os::unix::fs::{DirBuilderExt, FileExt, OpenOptionsExt};
 use std::path::Path;
 use std::time::SystemTime;
@@ -39,6 +39,14 @@ pub struct Listed {
 pub trait OpenFile: fmt::Debug + Send + Sync {
     /// Reads at an offset; how many bytes.
     fn read_at(&self, into: &mut [u8], at: u64) -> io::Result<usize>;
+    /// As [`OpenFile::read_at`], into two pieces of memory as if they were one; by one call, where the system can.
+    fn read_two_at(&self, first: &mut [u8], second: &mut [u8], at: u64) -> io::Result<usize> {
+        let count = self.read_at(first, at)?;
+        if count < first.len() {
+            return Ok(count);
+        }
+        Ok(count + self.read_at(second, at + count as u64)?)
+    }
     /// Writes at an offset; how many bytes.
     fn write_at(&self, bytes: &[u8], at: u64) -> io::Result<usize>;
     /// Its size in bytes.
@@ -77,6 +85,11 @@ pub struct SystemFiles;
 impl OpenFile for fs::File {
     fn read_at(&self, into: &mut [u8], at: u64) -> io::Result<usize> {
         FileExt::read_at(self, into, at)
+    }
+
+    fn read_two_at(&self, first: &mut [u8], second: &mut [u8], at: u64) -> io::Result<usize> {
+        let mut both = [IoSliceMut::new(first), IoSliceMut::new(second)];
+        Ok(rustix::io::preadv(self, &mut both, at)?)
     }
 
     fn write_at(&self, bytes: &[u8], at: u64) -> io::Result<usize> {
@@ -185,6 +198,28 @@ pub(crate) fn read_fully(file: &dyn OpenFile, into: &mut [u8], at: u64) -> io::R
         }
     }
     Ok(done)
+}
+
+/// As [`read_fully`], into two pieces of memory as if they were one.
+pub(crate) fn read_two_fully(
+    file: &dyn OpenFile,
+    first: &mut [u8],
+    second: &mut [u8],
+    at: u64,
+) -> io::Result<usize> {
+    let done = match file.read_two_at(first, second, at) {
+        Err(error) if error.kind() == ErrorKind::Interrupted => 0,
+        outcome => outcome?,
+    };
+    let (in_first, mut count) = (done.min(first.len()), done);
+    if in_first < first.len() {
+        count += read_fully(file, &mut first[in_first..], at + done as u64)?;
+    }
+    if count >= first.len() {
+        let in_second = count - first.len();
+        count += read_fully(file, &mut second[in_second..], at + count as u64)?;
+    }
+    Ok(count)
 }
 
 /// Writes all of `bytes`.

@@ -30,6 +30,7 @@ use super::files::{Files, Open, OpenFile, read_fully, write_fully};
 use super::held::{Held, new_number, owner_path, read_account, remove_temps, shard_of, wait_for};
 use super::index::Index;
 use super::records::{Account, Intent, Name, RECORD_BYTES, Record, charge};
+use super::uses::Uses;
 use super::walk::Walk;
 use crate::object_form::PAGE_BYTES;
 
@@ -58,6 +59,8 @@ pub(crate) struct Folder {
     /// This process's name in the folder.
     owner: AtomicU64,
     pub(crate) index: Mutex<Index>,
+    /// What the catalogue does not know of yet.
+    pub(super) uses: Mutex<Uses>,
     /// Charges of the files that this process is writing.
     pub(super) reserved: AtomicU64,
     num_temps: AtomicU64,
@@ -101,6 +104,7 @@ impl Folder {
             owner: AtomicU64::new(door.owner),
             door: Mutex::new(door),
             index: Mutex::new(Index::new(policy)),
+            uses: Mutex::new(Uses::new()),
             reserved: AtomicU64::new(0),
             num_temps: AtomicU64::new(0),
             lost: AtomicBool::new(false),
@@ -355,6 +359,26 @@ impl Folder {
         Ok(true)
     }
 
+    /// Tells the catalogue what was used, so that it is known after a restart.
+    pub(crate) fn tell_uses(&self) -> Result<(), Trouble> {
+        let mut held = self.enter(PATIENCE)?;
+        self.tell_uses_held(&mut held)
+    }
+
+    fn tell_uses_held(&self, held: &mut Held<'_>) -> Result<(), Trouble> {
+        let index = self.index.lock();
+        let bytes_of = |name: &Name| {
+            let entry = index.entry(name).filter(|entry| !entry.bad)?;
+            Some(entry.bytes)
+        };
+        let records = self.uses.lock().take(|| new_number() as u32, bytes_of);
+        drop(index);
+        match records.is_empty() {
+            true => Ok(()),
+            false => held.tell(&records),
+        }
+    }
+
     /// Removes a chunk; whether it was there.
     pub(crate) fn remove(&self, name: Name, patience: Duration) -> Result<bool, Trouble> {
         let mut held = self.enter(patience)?;
@@ -421,8 +445,9 @@ impl Folder {
                 let _ = self.files.remove_folder(&self.root);
                 return Ok(());
             }
+            let told = self.tell_uses_held(&mut held);
             held.account.shares.retain(|share| share.owner != owner);
-            held.write_page()
+            held.write_page().and(told)
         })();
         self.remove_ours(owner);
         held.door.closed = true;

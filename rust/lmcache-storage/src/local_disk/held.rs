@@ -156,6 +156,20 @@ impl Held<'_> {
         self.write_account()
     }
 
+    /// Appends records of what was used, which change nothing that is there.
+    pub(super) fn tell(&mut self, records: &[Record]) -> Result<(), Trouble> {
+        let (generation, at) = (self.account.generation, self.account.num_records);
+        let folder = self.folder;
+        let file = self.door.catalogue(folder, generation)?;
+        write_fully(file, &bytes_of(records), at * RECORD_BYTES as u64)
+            .map_err(|error| Trouble::system("write the catalogue", &error))?;
+        self.account.num_records += records.len() as u64;
+        let mut index = folder.index.lock();
+        records.iter().for_each(|record| index.apply(record));
+        drop(index);
+        self.write_account()
+    }
+
     /// Writes the account, with what this process has reserved.
     pub(crate) fn write_account(&mut self) -> Result<(), Trouble> {
         let (owner, reserved) = (
@@ -266,11 +280,7 @@ impl Held<'_> {
             .files
             .open(&path, Open::New { direct: false })
             .map_err(system)?;
-        let bytes: Vec<u8> = records
-            .iter()
-            .flat_map(|record| record.to_bytes())
-            .collect();
-        write_fully(&*file, &bytes, 0).map_err(system)?;
+        write_fully(&*file, &bytes_of(records), 0).map_err(system)?;
         let old = std::mem::replace(&mut self.account.generation, generation);
         self.account.num_records = records.len() as u64;
         self.account.intent = Intent::None;
@@ -285,6 +295,13 @@ impl Held<'_> {
         }
         Ok(())
     }
+}
+
+fn bytes_of(records: &[Record]) -> Vec<u8> {
+    records
+        .iter()
+        .flat_map(|record| record.to_bytes())
+        .collect()
 }
 
 /// Waits for the folder's lock, which other processes hold for moments.

@@ -97,6 +97,15 @@ impl Index {
         }
     }
 
+    /// Takes a chunk in; the record of one that is known says that it was used.
+    fn put_or_touch(&mut self, key: IndexKey, entry: Entry) {
+        if self.cache.peek(&key).is_some() {
+            self.cache.touch(key.namespace, &[key.hash]);
+        } else {
+            self.publish(key, entry);
+        }
+    }
+
     /// Follows one step of the catalogue.
     pub(crate) fn apply(&mut self, record: &Record) {
         let key = self.key(record.name);
@@ -104,9 +113,7 @@ impl Index {
             Event::Removed => {
                 self.cache.remove(&key);
             }
-            Event::Put => {
-                self.publish(key, Entry::of(record));
-            }
+            Event::Put => self.put_or_touch(key, Entry::of(record)),
         }
         self.num_records += 1;
     }
@@ -141,7 +148,7 @@ impl Index {
             if !gone.contains(&at) {
                 let record = &records[at];
                 let key = self.key(record.name);
-                self.publish(key, Entry::of(record));
+                self.put_or_touch(key, Entry::of(record));
             }
         }
     }

@@ -18,6 +18,7 @@ mod put;
 mod queue;
 mod reading;
 pub mod records;
+mod uses;
 mod walk;
 
 use std::collections::{BTreeMap, HashMap};
@@ -229,7 +230,10 @@ impl LocalDisk {
     pub fn contains_prefix(&self, namespace: &str, hashes: &[ChunkHash]) -> usize {
         // What others have put and cleared counts from now on; a page is read for it.
         self.0.folders.iter().for_each(Folder::look_for_news);
-        self.0.known_prefix(namespace_digest(namespace), hashes)
+        let digest = namespace_digest(namespace);
+        let count = self.0.known_prefix(digest, hashes);
+        self.0.note_use(digest, &hashes[..count]);
+        count
     }
 
     /// Reads chunks, from the first to the first gap, and waits for them until `within` has passed. Those that
@@ -383,8 +387,12 @@ impl LocalDisk {
 
 impl Shared {
     fn folder(&self, hash: ChunkHash) -> &Folder {
+        &self.folders[self.folder_of(hash)]
+    }
+
+    fn folder_of(&self, hash: ChunkHash) -> usize {
         // Other bits than those that choose the folder's subfolder.
-        &self.folders[usize::from(hash.0[1]) % self.folders.len()]
+        usize::from(hash.0[1]) % self.folders.len()
     }
 
     fn known_prefix(&self, namespace: [u8; 16], hashes: &[ChunkHash]) -> usize {
@@ -403,12 +411,34 @@ impl Shared {
         count
     }
 
+    /// Notes that stored chunks were used, for the next start, and has the catalogue told where that is due.
+    fn note_use(self: &Arc<Self>, namespace: [u8; 16], hashes: &[ChunkHash]) {
+        for (at, folder) in self.folders.iter().enumerate() {
+            let chunks = hashes.iter().enumerate();
+            let ours = chunks.filter(|(_, hash)| self.folder_of(**hash) == at);
+            let named = ours.map(|(position, &hash)| {
+                let position = u16::try_from(position).unwrap_or(u16::MAX);
+                (position, Name { hash, namespace })
+            });
+            let is_due = folder.uses.lock().note(named.collect());
+            if let Some(place) = is_due.then(|| self.queue.place(None)).flatten() {
+                let shared = Arc::clone(self);
+                let tell = move || {
+                    if let Err(trouble) = shared.folders[at].tell_uses() {
+                        shared.faults.note("tell", &trouble);
+                    }
+                };
+                self.queue.put(place, Box::new(tell));
+            }
+        }
+    }
+
     fn touch(&self, namespace: [u8; 16], hashes: &[ChunkHash]) {
         if let [folder] = &self.folders[..] {
             return folder.index.lock().touch(namespace, hashes);
         }
         for (at, folder) in self.folders.iter().enumerate() {
-            let ours = |hash: &&ChunkHash| usize::from(hash.0[1]) % self.folders.len() == at;
+            let ours = |hash: &&ChunkHash| self.folder_of(**hash) == at;
             let ours: Vec<ChunkHash> = hashes.iter().filter(ours).copied().collect();
             folder.index.lock().touch(namespace, &ours);
         }
