@@ -295,7 +295,7 @@ def test_nothing_is_copied_behind_a_copy_that_fails(loads: Loads) -> None:
             raise RuntimeError("torn")
 
     def fails_once(*arguments: Any, **where: Any) -> Any:
-        copies.append(where["skip"])
+        copies.append(where)
         return Torn() if len(copies) == 3 else begin(*arguments, **where)
 
     loads.engine.begin_load_chunks = fails_once  # type: ignore[method-assign]
@@ -594,7 +594,7 @@ def test_a_promise_is_all_that_the_tiers_hold() -> None:
     (req,) = pair.describe({}).requests
     assert req.load_spec is not None
     assert req.load_spec.stream == StreamSpec()
-    assert pair.scheduler.counts["promised_streams"] == 1
+    assert pair.scheduler.counts["streamed_loads"] == 1
     pair.finish(request)
     orders = pair.describe({}).prefetches
     assert orders is not None
