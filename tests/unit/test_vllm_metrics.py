@@ -169,6 +169,7 @@ def test_each_metric_equals_what_the_script_did(
         "bypassed_requests": 1,
         # Told by the half beside which no tier is; see test_vllm_load_costs.
         "refused_loads": 0,
+        "streamed_loads": 0,
         "probes": 0,
         "lookups": 6,
         "lookup_asks": 6,

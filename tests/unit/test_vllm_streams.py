@@ -295,7 +295,7 @@ def test_nothing_is_copied_behind_a_copy_that_fails(loads: Loads) -> None:
             raise RuntimeError("torn")
 
     def fails_once(*arguments: Any, **where: Any) -> Any:
-        copies.append(where["skip"])
+        copies.append(where)
         return Torn() if len(copies) == 3 else begin(*arguments, **where)
 
     loads.engine.begin_load_chunks = fails_once  # type: ignore[method-assign]
@@ -488,6 +488,29 @@ def test_a_prompt_that_outgrows_host_memory_is_stored_below_it(
     pair.close()
 
 
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_memory_that_only_stages_keeps_nothing_that_was_loaded(recomputes: bool) -> None:
+    pair = filled(recomputes=recomputes, pool_chunks=24, settings={"local_cpu": False})
+    for local in (0, 2 * CHUNK):
+        request = new_request(6 * CHUNK + 1)
+        num_new, is_async = answer(pair, request, local)
+        # What cannot fail is brought before it is promised; what may is streamed.
+        assert (num_new, is_async) == (6 * CHUNK - local, recomputes)
+        pair.grant(request, num_new or 0)
+        pair.step({})
+        if is_async:
+            until(lambda: bool(pair.worker.take_finished_loads()[0]))
+        request.num_computed_tokens = 6 * CHUNK
+        pair.step({request: 1})
+        assert pair.failed == set()
+        pair.finish(request)
+        pair.step({})
+    assert pair.worker.counters()["loaded_chunks"] == 6 + 4
+    books = pair.worker.memory_stats
+    until(lambda: books()["free_bytes"] == books()["capacity_bytes"] == 24 * CHUNK_BYTES)
+    pair.close()
+
+
 # --- what is promised -----------------------------------------------------------------------------
 
 
@@ -531,10 +554,13 @@ def test_chunks_that_the_engine_has_lost_are_asked_for_and_no_others() -> None:
     assert prefetches.streamable("r") == 0
 
 
-def filled(**more: Any) -> Pair:
+def filled(settings: dict[str, object] | None = None, **more: Any) -> Pair:
     """Over a shelf that has six chunks of a prompt, and a pool that has room for one."""
     Shelf.chunks.clear()
-    tiers = {"storage_backends": {"shelf": f"{__name__}:Shelf"}, "lookup_timeout_ms": 60_000}
+    tiers: dict[str, object] = {
+        "storage_backends": {"shelf": f"{__name__}:Shelf"},
+        "lookup_timeout_ms": 60_000,
+    }
     large = Pair(tiers)
     first = new_request(6 * CHUNK + 1)
     while large.scheduler.get_num_new_matched_tokens(first, 0)[0] is None:
@@ -547,7 +573,7 @@ def filled(**more: Any) -> Pair:
     assert large.worker._tiers.storage.flush(60)
     large.close()
     assert len(Shelf.chunks) == 6
-    return Pair(tiers, **{"pool_chunks": 4, **more})
+    return Pair(tiers | (settings or {}), **{"pool_chunks": 4, **more})
 
 
 def answer(pair: Pair, request: Any, local: int = 0) -> tuple[int | None, bool]:
@@ -568,7 +594,7 @@ def test_a_promise_is_all_that_the_tiers_hold() -> None:
     (req,) = pair.describe({}).requests
     assert req.load_spec is not None
     assert req.load_spec.stream == StreamSpec()
-    assert pair.scheduler.counts["promised_streams"] == 1
+    assert pair.scheduler.counts["streamed_loads"] == 1
     pair.finish(request)
     orders = pair.describe({}).prefetches
     assert orders is not None

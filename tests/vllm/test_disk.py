@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from checks import Baseline, Prompts, check, chunk_bytes
 from harness import Engine, EngineSpec, Prompt
+from test_parallel import MAX_TOKENS, TENSOR, ask
 
 CHUNK = 64
 SPEC = EngineSpec()
@@ -139,6 +140,23 @@ def test_a_prompt_larger_than_the_pool_is_stored_whole(baseline: Baseline, tmp_p
     with Engine(over(tmp_path / "disk", spec)) as engine:
         store(engine, baseline, [prompt])
         check(engine, baseline, [prompt], [(0, stored(prompt))])
+
+
+def test_each_rank_streams_its_part(baseline: Baseline, tmp_path: Path) -> None:
+    # Half of a chunk is a rank's.
+    spec = replace(TENSOR, pool_bytes=SMALL_POOL // 2, max_num_batched_tokens=2 * CHUNK)
+    prompt = Prompts("ranks").fresh(1000)
+    with Engine(over(tmp_path / "disk", spec)) as engine:
+        for _ in range(8):
+            reply = engine.ask([prompt])
+            assert [a.tokens for a in reply.answers] == [
+                a.tokens for a in baseline.ask([prompt], MAX_TOKENS)
+            ]
+            forget(engine)
+            if reply.external_tokens == stored(prompt):
+                break
+        reports = ask(engine, baseline, [prompt], stored(prompt))
+        assert [report.counters["streamed_loads"] > 0 for report in reports] == [True, True]
 
 
 def test_what_the_engine_holds_of_a_hit_is_not_read(

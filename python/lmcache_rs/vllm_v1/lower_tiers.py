@@ -154,6 +154,7 @@ class LowerTiers:
             engine,
             Staging(storage, pool),
             max(1, self._share_bytes // self._chunk_bytes // 2),
+            engine.chunk_size // (engine.metadata.block_size or 1),
             self._own_name,
             config.lookup_timeout_ms / 1e3,
             self._faults,

@@ -78,6 +78,11 @@ METRICS: Final = (
         COUNTER,
         "Requests that went on without the tiers below host memory, as computing is quicker.",
     ),
+    Metric(
+        "streamed_loads",
+        COUNTER,
+        "Requests promised what host memory has no room for: it goes past it (local-disk.md).",
+    ),
     Metric("probes", COUNTER, "Reads of what was refused, to see whether it is quick by now."),
     Metric(
         "lookups", COUNTER, "Lookups of the scheduler, also of requests that it asks again for."
@@ -259,6 +264,7 @@ def scheduler_totals(
         ("stored_tokens", ""): counts["stored_tokens"],
         ("bypassed_requests", ""): counts["bypassed_requests"],
         ("refused_loads", ""): counts["refused_loads"],
+        ("streamed_loads", ""): counts["streamed_loads"],
         ("probes", ""): counts["probes"],
         ("lookups", ""): lookups.get("lookups", 0),
         ("lookup_asks", ""): lookups.get("asks", 0),

@@ -19,7 +19,7 @@ from lmcache_rs.vllm_v1.identity import (
     RequestIdentity,
 )
 from lmcache_rs.vllm_v1.load_choice import LoadChoice
-from lmcache_rs.vllm_v1.load_costs import NEVER, LoadCosts, Verdict
+from lmcache_rs.vllm_v1.load_costs import NEVER, SHORTEST_WAIT_S, LoadCosts, Verdict
 from lmcache_rs.vllm_v1.metadata import (
     NULL_BLOCK,
     ONLY_RANK,
@@ -115,7 +115,7 @@ class LMCacheSchedulerHalf:
             "refused_loads": 0,
             "given_up_loads": 0,
             "probes": 0,
-            "promised_streams": 0,
+            "streamed_loads": 0,
         }
         self.faults = faults
         self._steps = StepDescriber(
@@ -249,7 +249,8 @@ class LMCacheSchedulerHalf:
         if self._costs is None:
             return StreamSpec()
         verdict = self._costs.judge(max(1, num_tokens // self._chunk_size))
-        return StreamSpec(verdict.compute_s, tuple(verdict.refused_tiers))
+        within_s = max(SHORTEST_WAIT_S, verdict.compute_s)
+        return StreamSpec(within_s, tuple(verdict.refused_tiers))
 
     def _probe(
         self,
@@ -321,7 +322,7 @@ class LMCacheSchedulerHalf:
         if not spec.is_async:
             self._load_choice.take(num_external_tokens)
         self.counts["promised_tokens"] += num_external_tokens
-        self.counts["promised_streams"] += spec.stream is not None
+        self.counts["streamed_loads"] += spec.stream is not None
         tracker.is_streamed = tracker.is_streamed or spec.stream is not None
         self._end_lookup(req_id, release=False)
 

@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lmcache_rs.cache_engine import LMCacheEngine, Loaded
 from lmcache_rs.key import HASH_BYTES, keys_of
@@ -62,6 +62,14 @@ class StreamSpec:
     refused_tiers: tuple[str, ...] = ()
 
 
+class _Copy(NamedTuple):
+    """A copy under way: the token that it counts from, and the one up to which it must come."""
+
+    start: int
+    due: int
+    transfer: Transfer[Loaded]
+
+
 class Stream:
     """One load; a `Transfer` to whoever waits for it.
 
@@ -84,7 +92,7 @@ class Stream:
         self._faults = faults
         # Reads may go on behind it, copies may not: each begins under the lock, or not at all.
         self._lock = threading.Lock()
-        self._copies: collections.deque[tuple[int, Transfer[Loaded]]] = collections.deque()
+        self._copies: collections.deque[_Copy] = collections.deque()
         self._has_ended = False
         self._is_torn = False
         self._loaded = Loaded(self.skip, 0, 0)
@@ -114,13 +122,19 @@ class Stream:
         """The first token that is not copied, as far as it is known."""
         return self._loaded.end
 
-    def copy(self, end_chunk: int, begin: Callable[[], Transfer[Loaded]]) -> bool:
-        """Begins a copy of the chunks up to this one, behind those that were begun; False if the
-        stream has ended."""
+    def copy(self, first: int, due: int, begin: Callable[[], Transfer[Loaded]]) -> bool:
+        """Begins a copy of chunks, behind those that were begun; False if the stream has ended.
+
+        Args:
+            first: The copy's first chunk; it counts tokens from there.
+            due: The chunk up to which it must come.
+            begin: Begins it.
+        """
         with self._lock:
             if self._has_ended:
                 return False
-            self._copies.append((end_chunk * self._chunk_size, begin()))
+            copy = _Copy(first * self._chunk_size, due * self._chunk_size, begin())
+            self._copies.append(copy)
             self._stalls_at = time.monotonic() + self._stall_s
             return True
 
@@ -131,8 +145,8 @@ class Stream:
                 self._settle()
                 if len(self._copies) <= most:
                     return
-                _, copy = self._copies[0]
-            copy.wait()
+                transfer = self._copies[0].transfer
+            transfer.wait()
 
     def finish(self) -> None:
         """No more copies begin."""
@@ -170,22 +184,22 @@ class Stream:
 
     def _settle(self) -> None:
         """Takes in the copies that are done, in order; the lock is held."""
-        while self._copies and self._copies[0][1].is_done():
-            due_end, copy = self._copies.popleft()
+        while self._copies and self._copies[0].transfer.is_done():
+            copy = self._copies.popleft()
             try:
-                loaded = copy.outcome()
+                loaded = copy.transfer.outcome()
             except Exception as error:
                 # What it has written is unknown: nothing from here on counts.
                 self._faults.note("finish_load", error)
-                loaded = Loaded(self._loaded.end, 0, 0)
+                loaded = Loaded(0, 0, 0)
             if not self._is_torn:
                 before = self._loaded
                 self._loaded = Loaded(
-                    max(before.end, loaded.end),
+                    max(before.end, copy.start + loaded.end),
                     before.tokens + loaded.tokens,
                     before.bytes + loaded.bytes,
                 )
-            if self._loaded.end < due_end:
+            if self._loaded.end < copy.due:
                 self._is_torn = self._has_ended = True
         if self._has_ended and not self._copies:
             self._over.set()
@@ -208,6 +222,7 @@ class Streams:
         engine: What copies into the engine's blocks.
         staging: The share of host memory that windows go through, and the tiers.
         window_chunks: Chunks of a window: half of what the share holds.
+        chunk_blocks: The engine's blocks that a chunk lies in.
         own_name: The namespace under which this rank keeps what the scheduler half names.
         stall_s: Seconds that a window may take.
         faults: Where faults of ours are noted.
@@ -218,6 +233,7 @@ class Streams:
         engine: LMCacheEngine,
         staging: Staging,
         window_chunks: int,
+        chunk_blocks: int,
         own_name: Callable[[str], str],
         stall_s: float,
         faults: Faults,
@@ -225,6 +241,7 @@ class Streams:
         self._engine = engine
         self._staging = staging
         self._window_chunks = window_chunks
+        self._chunk_blocks = chunk_blocks
         self._own_name = own_name
         self._stall_s = stall_s
         self._faults = faults
@@ -354,19 +371,19 @@ class Streams:
         while at < len(stream.keys) and not stream.has_ended:
             # One window is read while another one is copied: there is room for two.
             stream.wait_for_copies(1)
-            held = self._staging.num_held(stream.keys[at:])
-            end = at + held or at
+            window = stream.keys[at : at + self._window_chunks]
+            held = self._staging.num_held(window)
             if held:
-                is_begun = stream.copy(end, partial(self._copy, stream, at, end))
+                end = at + held
+                is_begun = stream.copy(at, end, partial(self._copy, stream, at, end))
             else:
-                window = stream.keys[at : at + self._window_chunks]
                 refused = stream.spec.refused_tiers
                 end = at + self._staging.read(stream.req.req_id, window, refused)
                 if end == at:
                     return
                 try:
                     copy = partial(self._copy, stream, at, end, self._staging.pool)
-                    is_begun = stream.copy(end, copy)
+                    is_begun = stream.copy(at, end, copy)
                 finally:
                     # What is being copied is held by its copy.
                     self._staging.let_go(window[: end - at])
@@ -377,17 +394,22 @@ class Streams:
 
     def _copy_held(self, stream: Stream) -> int:
         """Copies what L1 holds of the beginning, by the request's lease; where that ends."""
-        stream.copy(stream.first, partial(self._copy, stream, stream.first, len(stream.keys)))
+        first = stream.first
+        # However little it is.
+        stream.copy(first, first, partial(self._copy, stream, first, len(stream.keys)))
         stream.wait_for_copies(0)
-        return max(stream.first, stream.end // self._engine.chunk_size)
+        return max(first, stream.end // self._engine.chunk_size)
 
     def _copy(self, stream: Stream, first: int, end: int, source: Any = None) -> Transfer[Loaded]:
+        """Begins to copy the chunks from `first` to `end`, as a chain of their own: what is handed
+        over does not grow with what lies before."""
         chunk_size, req = self._engine.chunk_size, stream.req
+        blocks = slice(first * self._chunk_blocks, end * self._chunk_blocks)
         return self._engine.begin_load_chunks(
             req.req_id,
             self._own_name(req.namespace),
-            req.hashes[: end * HASH_BYTES],
-            req.block_ids,
-            skip=max(stream.skip, first * chunk_size),
+            req.hashes[first * HASH_BYTES : end * HASH_BYTES],
+            req.block_ids[blocks],
+            skip=max(0, stream.skip - first * chunk_size),
             **({} if source is None else {"source": source}),
         )
