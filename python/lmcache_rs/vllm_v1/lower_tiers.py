@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from lmcache_rs import _native
 from lmcache_rs.key import HASH_BYTES, keys_of
+from lmcache_rs.storage.manager import L2
 from lmcache_rs.storage.prefetch import Room
+from lmcache_rs.storage.remote import RemoteBackend
 from lmcache_rs.storage.staging import Staging
 from lmcache_rs.vllm_v1 import compat
 from lmcache_rs.vllm_v1.prefetches import RunningPrefetches
@@ -122,7 +124,7 @@ class LowerTiers:
 
     def _add_all(self, storage: StorageManager) -> None:
         for name, error in storage.unavailable.items():
-            self._faults.note("local_disk", error)
+            self._faults.note("local_disk" if name == L2 else "remote", error)
             self._off[name] = str(error)
         for name, made_by in self._config.storage_backends.items():
             try:
@@ -163,7 +165,8 @@ class LowerTiers:
     def states(self) -> list[str]:
         """The tiers below host memory in the order they are asked, each with its state."""
         off = [f"{name} off ({reason})" for name, reason in self._off.items()]
-        return [*(f"{name} healthy" for name in self.names), *off]
+        tiers = {} if self.storage is None else self.storage.backends
+        return [*(f"{name} {_state(tiers[name])}" for name in self.names), *off]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -254,3 +257,10 @@ class LowerTiers:
 def hashes_of(hashes: bytes, first: int, end: int) -> bytes:
     """Packed hashes of the chunks from `first` to `end`."""
     return hashes[first * HASH_BYTES : end * HASH_BYTES]
+
+
+def _state(tier: object) -> str:
+    """Whether a tier serves, in words."""
+    if isinstance(tier, RemoteBackend) and not tier.is_reached:
+        return "out of reach"
+    return "healthy"

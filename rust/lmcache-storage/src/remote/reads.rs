@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use futures_util::{StreamExt, stream};
 use lmcache_core::hash::ChunkHash;
+use lmcache_memory::local_cpu::LocalCpu;
 use parking_lot::{Condvar, Mutex};
 
 use super::client::Refusal;
@@ -72,6 +73,7 @@ impl Shared {
     /// Reads chunks, from the first to the first gap; those that came `within` that time.
     pub(super) fn get(
         self: &Arc<Self>,
+        pool: &LocalCpu,
         namespace: &str,
         hashes: &[ChunkHash],
         within: Duration,
@@ -86,6 +88,7 @@ impl Shared {
         let task = self.handle.spawn(read(
             Arc::clone(self),
             last,
+            pool.clone(),
             self.know(namespace),
             hashes.into(),
         ));
@@ -106,8 +109,8 @@ impl Shared {
         arrivals
     }
 
-    fn unpack(&self, value: &Bytes, key: &str) -> Result<Arrival, Unusable> {
-        let room = |bytes: usize| self.pool.allocate(&[bytes]).and_then(|mut one| one.pop());
+    fn unpack(&self, pool: &LocalCpu, value: &Bytes, key: &str) -> Result<Arrival, Unusable> {
+        let room = |bytes: usize| pool.allocate(&[bytes]).and_then(|mut one| one.pop());
         let (chunk, description) = value::open(value, key, room)?;
         add(&self.counts.got_chunks, 1);
         add(&self.counts.got_bytes, chunk.len() as u64);
@@ -116,11 +119,17 @@ impl Shared {
     }
 }
 
-async fn read(shared: Arc<Shared>, last: Last, namespace: Arc<str>, hashes: Vec<ChunkHash>) {
+async fn read(
+    shared: Arc<Shared>,
+    last: Last,
+    pool: LocalCpu,
+    namespace: Arc<str>,
+    hashes: Vec<ChunkHash>,
+) {
     let shared = &shared;
     let names = shared.names.of_each(&namespace, &hashes);
     // No more than fits: what is larger is not ours to read.
-    let most = shared.pool.capacity_bytes() + MAX_HEADER_BYTES;
+    let most = pool.capacity_bytes() + MAX_HEADER_BYTES;
     let most = most.min(shared.options.max_value_bytes);
     let fetch = |name: String| async move {
         let _permit = shared.read_permits.acquire().await.ok()?;
@@ -134,7 +143,7 @@ async fn read(shared: Arc<Shared>, last: Last, namespace: Arc<str>, hashes: Vec<
         let Some(Some((name, value))) = values.next().await else {
             return;
         };
-        match shared.unpack(&value, &key_text(&namespace, hash)) {
+        match shared.unpack(&pool, &value, &key_text(&namespace, hash)) {
             Ok(arrival) => {
                 if !last.0.push(arrival) {
                     return;
