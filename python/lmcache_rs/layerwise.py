@@ -40,7 +40,8 @@ def store_layer(
                 step.save(layer)
                 if layer == num_layers - 1:
                     step.commit()
-                    engine._write_through(asked, known)
+                    if asked is not None:
+                        engine._write_through(asked, known)
             yield
     finally:
         if step is not None:

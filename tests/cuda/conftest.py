@@ -19,7 +19,7 @@ TESTS = Path(__file__).resolve().parents[1]
 for folder in ("unit", "stateful", "fake_cuda"):
     sys.path.insert(0, str(TESTS / folder))
 SUITES = ["test_cache_engine", "test_layerwise", "test_layerwise_connectors", "test_layouts"]
-SUITES += ["test_layout_cases", "test_rope", "test_connector_generators"]
+SUITES += ["test_layout_cases", "test_rope", "test_connector_generators", "test_engine_tiers"]
 pytest.register_assert_rewrite(*SUITES)
 
 from imitated import Imitated  # noqa: E402

@@ -61,9 +61,9 @@ impl Held<'_> {
         if self.account.share(owner).is_none() {
             self.write_account()?;
         }
-        if self.account.num_records
-            > 2 * folder.index.lock().len() as u64 + folder.max_dead_records()
-        {
+        // A quarter more than there is, so that a restart reads little else.
+        let stored = folder.index.lock().len() as u64;
+        if self.account.num_records > stored + stored / 4 + folder.max_dead_records() {
             self.compact()?;
         }
         Ok(())
