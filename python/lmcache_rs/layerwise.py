@@ -36,7 +36,7 @@ def store_layer(
             step.add_save(asked.namespace, asked.hashes, **asked.where)
         yield
         for layer in range(num_layers):
-            if step is not None:
+            if asked is not None and step is not None:
                 step.save(layer)
                 if layer == num_layers - 1:
                     step.commit()
