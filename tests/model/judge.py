@@ -209,8 +209,12 @@ class Judge:
             if not written_to:
                 missing = {slot // BLOCK for slot in slots}
             self.seen["failed loads that were waited for"] += promise.is_async and bool(missing)
+            spec = None if promise.req is None else promise.req.load_spec
+            is_streamed = spec is not None and spec.stream is not None
             if req_id in outcome.failed:
-                require(bool(missing), "what was delivered is not said to have failed", req_id)
+                # What was lost of a stream may have been behind a window.
+                is_lost = bool(missing) or is_streamed
+                require(is_lost, "what was delivered is not said to have failed", req_id)
                 continue
             require(
                 missing <= failed,
@@ -218,7 +222,7 @@ class Judge:
                 f"request {req_id} blocks {missing - failed}",
             )
             whole = {slot // BLOCK for slot in slots} - missing
-            if promise.req is not None and promise.req.load_spec.stream is not None:
+            if is_streamed:
                 # Its copies are in order: what was copied behind one that has failed is lost.
                 whole -= set(promise.table[first_of(missing, promise.table) :])
             require(not whole & failed, "blocks that were delivered are not reported", whole)
