@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use lmcache_storage::backend::{Arrival, Chunk};
-use lmcache_storage::remote::{self, Options, RemoteTier};
+use lmcache_storage::remote::{self, Credentials, Options, RemoteTier};
 use pyo3::prelude::*;
 
 use crate::errors::NativeError;
@@ -22,11 +22,12 @@ pub(crate) struct Remote(Owned<RemoteTier>);
 
 #[pymethods]
 impl Remote {
-    /// A tier on the server at `url`; chunks are read into `pool`. Connections are made as they are needed. An
+    /// A tier on the server at `url`; chunks are read into `pool`. What the URL lacks of credentials is looked for
+    /// in `credentials`, variables by name. Connections are made as they are needed. An
     /// operation has failed after `deadline_s` seconds; a value ends `ttl_s` seconds after it was written.
     #[new]
     #[pyo3(signature = (
-        url, pool, *, operations = 8, deadline_s = 5.0, ttl_s = None, max_queued_bytes = 1 << 30,
+        url, pool, *, credentials = Credentials::new(), operations = 8, deadline_s = 5.0, ttl_s = None, max_queued_bytes = 1 << 30,
         max_value_bytes = remote::MAX_VALUE_BYTES
     ))]
     #[expect(clippy::too_many_arguments, reason = "settings by name")]
@@ -34,6 +35,7 @@ impl Remote {
         py: Python<'_>,
         url: &str,
         pool: &LocalCpu,
+        credentials: Credentials,
         operations: usize,
         deadline_s: f64,
         ttl_s: Option<f64>,
@@ -42,7 +44,8 @@ impl Remote {
     ) -> PyResult<Self> {
         let pool = pool.store()?.clone();
         let tier = enter(py, || {
-            let server = remote::connect(url, operations).map_err(NativeError::Argument)?;
+            let server =
+                remote::connect(url, operations, &credentials).map_err(NativeError::Argument)?;
             let options = Options {
                 key_prefix: server.key_prefix,
                 operations,
