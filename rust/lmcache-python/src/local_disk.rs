@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use lmcache_core::hot_cache::Policy;
+use lmcache_storage::compression;
 use lmcache_storage::local_disk::{self, Arrival, Chunk, Options};
 use lmcache_storage::object_form::{self, Form, Format, crc64};
 use pyo3::prelude::*;
@@ -194,12 +195,12 @@ impl LocalDisk {
 #[pyo3(signature = (object))]
 pub(crate) fn inspect_object(py: Python<'_>, object: &[u8]) -> PyResult<Inspected> {
     enter(py, || {
-        Ok::<_, NativeError>(match object_form::Header::parse(object) {
+        Ok::<_, NativeError>(match object_form::Header::parse_any(object) {
             Err(defect) => (None, None, None, Some(defect.name().to_owned())),
             Ok(header) => {
                 let begin = header.len();
                 // A file's last page is filled up with zeros.
-                let end = usize::try_from(header.description.payload_bytes)
+                let end = usize::try_from(header.stored_bytes())
                     .ok()
                     .and_then(|bytes| begin.checked_add(bytes))
                     .map_or(object.len(), |end| end.min(object.len()));
@@ -209,7 +210,10 @@ pub(crate) fn inspect_object(py: Python<'_>, object: &[u8]) -> PyResult<Inspecte
                 } else if padding.iter().any(|byte| *byte != 0) {
                     Some(object_form::Defect::Checksum)
                 } else {
-                    header.verify(payload).err()
+                    let verified = header.verify(payload);
+                    verified
+                        .and_then(|()| compression::verify(&header, payload))
+                        .err()
                 };
                 let description = header.description;
                 (
