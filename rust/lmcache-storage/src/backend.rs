@@ -6,9 +6,10 @@ use std::time::Duration;
 
 use lmcache_core::hash::ChunkHash;
 use lmcache_memory::local_cpu::LocalCpu;
-use lmcache_memory::object::MemoryObj;
+use lmcache_memory::object::{ChunkMut, MemoryObj};
 
 use crate::lookup_server::{LookupAnswer, LookupIndex};
+use crate::object_form::{Description, Form};
 
 /// One tier: a place where chunks are kept.
 ///
@@ -54,6 +55,26 @@ pub trait Backend: fmt::Debug + Send + Sync {
     fn contains(&self, namespace: &str, hash: ChunkHash) -> bool {
         self.contains_prefix(namespace, &[hash]) == 1
     }
+}
+
+/// A chunk on its way in.
+#[derive(Debug, Clone)]
+pub struct Chunk {
+    /// Its bytes; held until they are written.
+    pub object: MemoryObj,
+    /// How they are to be looked at, if that is known.
+    pub form: Option<Form>,
+    /// Its tokens; 0 if nobody said.
+    pub num_tokens: u32,
+}
+
+/// A chunk that was read and verified, in memory that nobody else knows yet.
+#[derive(Debug)]
+pub struct Arrival {
+    /// Its bytes, with their positions where those were put.
+    pub chunk: ChunkMut,
+    /// What its header says; the positions have gone to the chunk.
+    pub description: Description,
 }
 
 impl Backend for LocalCpu {

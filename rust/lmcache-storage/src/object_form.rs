@@ -356,6 +356,16 @@ impl<'a> Header<'a> {
         Fixed::read(first_page, VERSION).map(|fixed| fixed.sizes.header)
     }
 
+    /// As [`Header::bytes_of`], whether its payload is packed or not.
+    pub fn bytes_of_any(first_page: &[u8]) -> Result<usize, Defect> {
+        match Self::bytes_of(first_page) {
+            Err(Defect::Version) => {
+                Fixed::read(first_page, PACKED_VERSION).map(|fixed| fixed.sizes.header)
+            }
+            read => read,
+        }
+    }
+
     /// Reads a header: `bytes` begin with it, and hold all of it. One of a packed payload is another version's.
     ///
     /// Nothing is checked yet but that it is in the one form a writer gives it.

@@ -30,7 +30,7 @@ use lmcache_core::hash::ChunkHash;
 use lmcache_core::hot_cache::Policy;
 use lmcache_core::key::begins_with;
 use lmcache_memory::local_cpu::LocalCpu;
-use lmcache_memory::object::{ChunkMut, MemoryObj};
+use lmcache_memory::object::MemoryObj;
 use parking_lot::Mutex;
 
 use self::faults::{Fault, Faults, Trouble};
@@ -41,7 +41,8 @@ use self::queue::Queue;
 use self::reading::{Answer, Reading};
 use self::records::{Name, namespace_digest};
 use crate::backend::Backend;
-use crate::object_form::{Description, Form, Header, PAGE_BYTES, key_text};
+pub use crate::backend::{Arrival, Chunk};
+use crate::object_form::{Header, PAGE_BYTES, key_text};
 
 /// What a tier on disk is made of.
 #[derive(Debug, Clone)]
@@ -79,26 +80,6 @@ impl Options {
             delete_on_close: false,
         }
     }
-}
-
-/// A chunk on its way in.
-#[derive(Debug, Clone)]
-pub struct Chunk {
-    /// Its bytes; held until they are written.
-    pub object: MemoryObj,
-    /// How they are to be looked at, if that is known.
-    pub form: Option<Form>,
-    /// Its tokens; 0 if nobody said.
-    pub num_tokens: u32,
-}
-
-/// A chunk that was read and verified, in memory that nobody else knows yet.
-#[derive(Debug)]
-pub struct Arrival {
-    /// Its bytes, with their positions where those were put.
-    pub chunk: ChunkMut,
-    /// What its header says; the positions have gone to the chunk.
-    pub description: Description,
 }
 
 /// See the module documentation. Handles share one tier.

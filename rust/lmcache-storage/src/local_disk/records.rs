@@ -44,7 +44,7 @@ pub(crate) fn namespace_digest(namespace: &str) -> [u8; 16] {
     *digest.first_chunk().expect("16 of 32 bytes")
 }
 
-fn hex(bytes: &[u8]) -> String {
+pub(crate) fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 

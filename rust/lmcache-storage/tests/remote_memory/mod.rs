@@ -1,0 +1,215 @@
+//! A server in memory, well or unwell, and chunks to put.
+#![allow(dead_code, reason = "not every test file uses all")]
+
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+use lmcache_core::hash::ChunkHash;
+use lmcache_memory::local_cpu::LocalCpu;
+use lmcache_storage::backend::{Arrival, Chunk};
+use lmcache_storage::remote::client::{Answer, Client, Finding, Page, Refusal};
+use parking_lot::Mutex;
+use tokio::sync::Notify;
+
+pub const CHUNK_BYTES: usize = 4096;
+
+pub fn pool(num_chunks: usize) -> LocalCpu {
+    let bytes = (num_chunks * CHUNK_BYTES) as u64;
+    LocalCpu::new(bytes, Duration::from_secs(1)).expect("a few pages")
+}
+
+pub fn chain(ids: impl IntoIterator<Item = u8>) -> Vec<ChunkHash> {
+    ids.into_iter().map(|id| ChunkHash([id; 32])).collect()
+}
+
+/// Each filled with the first byte of its hash.
+pub fn chunks(hashes: &[ChunkHash]) -> Vec<Chunk> {
+    let source = pool(hashes.len());
+    let sizes = vec![CHUNK_BYTES; hashes.len()];
+    let allocated = source.allocate(&sizes).expect("room for all");
+    let fill = |(mut chunk, hash): (lmcache_memory::object::ChunkMut, &ChunkHash)| {
+        chunk.bytes_mut().fill(hash.0[0]);
+        Chunk {
+            object: chunk.seal_unpublished(),
+            form: None,
+            num_tokens: 256,
+        }
+    };
+    allocated.into_iter().zip(hashes).map(fill).collect()
+}
+
+pub fn filled(arrivals: Vec<Arrival>) -> Vec<u8> {
+    let fill = |arrival: Arrival| {
+        let object = arrival.chunk.seal_unpublished();
+        assert_eq!(object.len(), CHUNK_BYTES);
+        assert!(object.bytes().iter().all(|byte| *byte == object.bytes()[0]));
+        object.bytes()[0]
+    };
+    arrivals.into_iter().map(fill).collect()
+}
+
+pub fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
+    let due = Instant::now() + Duration::from_secs(60);
+    while !is_so() {
+        assert!(Instant::now() < due, "not within a minute: {what}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+#[derive(Debug, Clone, Default, PartialEq)]
+pub enum Mood {
+    #[default]
+    Well,
+    /// Answers nothing until it is woken.
+    Mute,
+    MutePuts,
+    Full,
+    Refusing(Refusal),
+}
+
+type Delay = fn(usize) -> Duration;
+
+#[derive(Debug, Default)]
+pub struct Store {
+    values: Mutex<BTreeMap<String, Bytes>>,
+    mood: Mutex<Mood>,
+    delay: Mutex<Option<Delay>>,
+    awake: Notify,
+    calls: AtomicUsize,
+    puts: AtomicUsize,
+    gets: AtomicUsize,
+    gets_now: AtomicUsize,
+    most_gets: AtomicUsize,
+}
+
+impl Store {
+    pub fn set_mood(&self, mood: Mood) {
+        *self.mood.lock() = mood;
+    }
+
+    pub fn wake(&self) {
+        self.awake.notify_waiters();
+    }
+
+    pub fn delay_gets(&self, delay: Delay) {
+        self.gets.store(0, Ordering::Relaxed);
+        *self.delay.lock() = Some(delay);
+    }
+
+    pub fn num_calls(&self) -> usize {
+        self.calls.load(Ordering::Relaxed)
+    }
+
+    pub fn num_puts(&self) -> usize {
+        self.puts.load(Ordering::Relaxed)
+    }
+
+    pub fn most_gets_at_once(&self) -> usize {
+        self.most_gets.load(Ordering::Relaxed)
+    }
+
+    pub fn value(&self, name: &str) -> Option<Bytes> {
+        self.values.lock().get(name).cloned()
+    }
+
+    pub fn plant(&self, name: &str, value: Bytes) {
+        self.values.lock().insert(name.to_owned(), value);
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.values.lock().is_empty()
+    }
+
+    async fn react(&self, is_put: bool) -> Result<(), Refusal> {
+        self.calls.fetch_add(1, Ordering::Relaxed);
+        let mood = self.mood.lock().clone();
+        match mood {
+            Mood::Mute => self.awake.notified().await,
+            Mood::MutePuts if is_put => self.awake.notified().await,
+            Mood::Refusing(refusal) => return Err(refusal),
+            Mood::Full if is_put => return Err(Refusal::Full("no more".into())),
+            _ => {}
+        }
+        Ok(())
+    }
+}
+
+impl Client for Store {
+    fn put<'a>(
+        &'a self,
+        name: &'a str,
+        value: Vec<Bytes>,
+        _ttl: Option<Duration>,
+    ) -> Answer<'a, ()> {
+        Box::pin(async move {
+            self.puts.fetch_add(1, Ordering::Relaxed);
+            self.react(true).await?;
+            self.plant(name, Bytes::from(value.concat()));
+            Ok(())
+        })
+    }
+
+    fn prefix<'a>(&'a self, names: &'a [String]) -> Answer<'a, usize> {
+        Box::pin(async move {
+            self.react(false).await?;
+            let values = self.values.lock();
+            let is_there = |name: &&String| values.contains_key(*name);
+            Ok(names.iter().take_while(is_there).count())
+        })
+    }
+
+    fn get<'a>(&'a self, name: &'a str, max_bytes: u64) -> Answer<'a, Option<Bytes>> {
+        Box::pin(async move {
+            let nth = self.gets.fetch_add(1, Ordering::Relaxed);
+            let now = self.gets_now.fetch_add(1, Ordering::Relaxed) + 1;
+            self.most_gets.fetch_max(now, Ordering::Relaxed);
+            let delay = *self.delay.lock();
+            if let Some(delay) = delay {
+                tokio::time::sleep(delay(nth)).await;
+            }
+            self.gets_now.fetch_sub(1, Ordering::Relaxed);
+            self.react(false).await?;
+            match self.value(name) {
+                Some(value) if value.len() as u64 > max_bytes => Err(Refusal::TooLarge),
+                found => Ok(found),
+            }
+        })
+    }
+
+    fn begin<'a>(&'a self, name: &'a str, max_bytes: u64) -> Answer<'a, Option<Bytes>> {
+        Box::pin(async move {
+            self.react(false).await?;
+            let value = self.value(name);
+            Ok(value.map(|value| value.slice(..value.len().min(max_bytes as usize))))
+        })
+    }
+
+    fn remove<'a>(&'a self, names: &'a [String]) -> Answer<'a, usize> {
+        Box::pin(async move {
+            self.react(false).await?;
+            let mut values = self.values.lock();
+            let removed = names.iter().filter(|name| values.remove(*name).is_some());
+            Ok(removed.count())
+        })
+    }
+
+    fn list<'a>(&'a self, prefix: &'a str, cursor: Option<String>) -> Answer<'a, Page> {
+        Box::pin(async move {
+            self.react(false).await?;
+            let values = self.values.lock();
+            let behind = values.range(cursor.unwrap_or_default()..);
+            let mut found = behind.filter(|(name, _)| name.starts_with(prefix));
+            let page = found.by_ref().take(2);
+            let names = page.map(|(name, value)| (name.clone(), value.len() as u64));
+            let names = names.collect();
+            let cursor = found.next().map(|(name, _)| name.clone());
+            Ok(Page { names, cursor })
+        })
+    }
+
+    fn health<'a>(&'a self) -> Answer<'a, Vec<Finding>> {
+        Box::pin(async move { self.react(false).await.map(|()| Vec::new()) })
+    }
+}
