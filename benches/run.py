@@ -32,6 +32,7 @@ from lines import (
     layerwise,
     package,
     refuse,
+    remote,
     vllm,
     waiting,
 )
@@ -52,6 +53,7 @@ LINES: dict[str, Callable[[Bench], list[Result]]] = {
     "across": across.run,
     "waiting": waiting.run,
     "disk": disk.run,
+    "remote": remote.run,
     "identity": identity.run,
     "package": package.run,
     "vllm": vllm.run,

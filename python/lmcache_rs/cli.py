@@ -118,10 +118,8 @@ def _settings_text(config: LMCacheEngineConfig, notices: list[str]) -> str:
 def _settings_json(config: LMCacheEngineConfig, notices: list[str]) -> str:
     settings = {}
     for setting in config.describe():
-        value = getattr(config, setting.key)
         settings[setting.key] = {
-            # Entries of a mapping may hold credentials: only their names are shown.
-            "value": sorted(value) if HONOURED[setting.key].kind == "mapping" else value,
+            "value": HONOURED[setting.key].public(getattr(config, setting.key)),
             "shown": setting.value,
             "unit": HONOURED[setting.key].unit,
             "source": setting.source,

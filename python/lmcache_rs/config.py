@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from lmcache_rs import config_keys
 from lmcache_rs.config_intake import ConfigError, Intake, switch
-from lmcache_rs.config_keys import CONFIG_FILE_VARIABLE, GB, HONOURED, show
+from lmcache_rs.config_keys import CONFIG_FILE_VARIABLE, GB, HONOURED
 from lmcache_rs.model_facts import UNSTATED, LMCacheMetadata
 
 __all__ = [
@@ -26,6 +26,14 @@ __all__ = [
     "Setting",
     "disabled_by_environment",
 ]
+
+
+WITHOUT_LOWER_TIERS: Mapping[str, Any] = {
+    "max_local_disk_size": 0.0,
+    "remote_url": "",
+    "storage_backends": {},
+}
+"""Values with which nothing is kept below host memory."""
 
 
 class Setting(NamedTuple):
@@ -53,6 +61,11 @@ class LMCacheEngineConfig:
     local_disk_on_exit: str
     local_disk_direct_io: bool
     local_disk_threads: int
+    # May hold credentials.
+    remote_url: str | None = dataclasses.field(repr=False)
+    remote_ttl: float | None
+    remote_operations: int
+    blocking_timeout_secs: float
     save_unfull_chunk: bool | None
     pre_caching_hash_algorithm: str
     chain: str
@@ -181,13 +194,18 @@ class LMCacheEngineConfig:
     @property
     def wants_lower_tiers(self) -> bool:
         """Whether there is to be any tier below host memory."""
-        return self.wants_local_disk or bool(self.storage_backends)
+        return self.wants_local_disk or bool(self.remote_urls or self.storage_backends)
 
     @property
     def local_disk_paths(self) -> list[str]:
         """The folders of `local_disk`, in order; none if it is not set."""
         paths = [path.strip() for path in (self.local_disk or "").split(",")]
         return [path.removeprefix("file://") for path in paths if path]
+
+    @property
+    def remote_urls(self) -> list[str]:
+        """The servers of `remote_url`, in order; none if it is not set."""
+        return config_keys.split_urls(self.remote_url or "")
 
     def chunk_size_for(self, block_size: int) -> int:
         """Tokens of a chunk for an engine whose blocks hold `block_size` tokens.
@@ -225,7 +243,7 @@ class LMCacheEngineConfig:
         """Every honoured setting, in the table's order, with its value as text and its source."""
         described = []
         for key in HONOURED:
-            value = show(getattr(self, key))
+            value = HONOURED[key].show(getattr(self, key))
             if key == "save_unfull_chunk" and self.save_unfull_chunk is None:
                 value = "true in process_tokens alone, false in engine and connector"
             described.append(Setting(key, value, self.sources[key]))

@@ -9,6 +9,7 @@ cannot say something else.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -44,6 +45,19 @@ class Key:
     minimum: float | None = None
     maximum: float | None = None
     check: Callable[[Any], tuple[Any, str | None]] | None = None
+    without_secrets: Callable[[Any], Any] | None = None
+
+    def public(self, value: Any) -> Any:
+        """The value without secrets: of a mapping, whose entries may hold some, the names."""
+        if self.kind == "mapping":
+            return sorted(value)
+        if value is None or self.without_secrets is None:
+            return value
+        return self.without_secrets(value)
+
+    def show(self, value: Any) -> str:
+        """The value for people, without secrets."""
+        return show(value if self.kind == "mapping" else self.public(value))
 
     def needs(self) -> str:
         """What a value must be, in words for an error."""
@@ -110,6 +124,37 @@ def _on_exit(value: str) -> tuple[str, str | None]:
     if value in ("keep", "delete"):
         return value, None
     raise ValueError(f"needs keep or delete, found {value!r}")
+
+
+# Several URLs are separated by commas, and so are the hosts of one.
+_NEXT_URL = re.compile(r",(?=\s*[A-Za-z][A-Za-z0-9+.-]*://)")
+
+
+def split_urls(text: str) -> list[str]:
+    """The URLs in a setting that may hold several, separated by commas."""
+    urls = [url.strip().rstrip(",") for url in _NEXT_URL.split(text)]
+    return [url for url in urls if url]
+
+
+def without_credentials(text: str) -> str:
+    """The URLs without what stands before an `@` and behind a `?`, which nobody need see."""
+    shown = []
+    for url in split_urls(text):
+        scheme, found, rest = url.partition("://")
+        authority, slash, path = rest.partition("?")[0].rpartition("@")[2].partition("/")
+        shown.append(f"{scheme}{found}{authority}{slash}{path}" if found else "a text without ://")
+    return ", ".join(shown)
+
+
+def _remote_url(value: str) -> tuple[str, str | None]:
+    for url in split_urls(value):
+        scheme, found, rest = url.partition("://")
+        if not found or not scheme or not rest:
+            raise ValueError(
+                "needs a URL such as redis://host:6379, or several with commas; leave it out for "
+                "no remote tier"
+            )
+    return value, None
 
 
 def _async_loading(value: bool) -> tuple[bool, str | None]:
@@ -209,6 +254,46 @@ HONOURED: Mapping[str, Key] = {
             "Reads and writes under way at the disks at a time.",
             minimum=2,
             maximum=256,
+        ),
+        Key(
+            "remote_url",
+            "str",
+            None,
+            "",
+            "Servers for tier L3, separated by commas and asked in this order, each with a tier of "
+            "its own: Redis or Valkey (`redis://`, `rediss://`, `unix://`, `redis-cluster://`, "
+            "`redis-sentinel://`). A password is better in `REDIS_PASSWORD`; see "
+            "[remote.md](remote.md).",
+            check=_remote_url,
+            without_secrets=without_credentials,
+        ),
+        Key(
+            "remote_ttl",
+            "float",
+            None,
+            "seconds",
+            "How long a server keeps a chunk, counted from its write. Left out: as long as it has "
+            "room.",
+            minimum=1,
+            maximum=10 * 365 * 86400,
+        ),
+        Key(
+            "remote_operations",
+            "int",
+            8,
+            "operations",
+            "Reads under way at a server at a time; puts have half as many beside them.",
+            minimum=1,
+            maximum=256,
+        ),
+        Key(
+            "blocking_timeout_secs",
+            "float",
+            10.0,
+            "seconds",
+            "Deadline of a remote tier: what a server has not given by then is a miss.",
+            minimum=0.001,
+            maximum=3600,
         ),
         Key(
             "save_unfull_chunk",
@@ -373,10 +458,10 @@ _LMCACHE_ONLY_GROUPS: tuple[tuple[str, str], ...] = (
         "chunks are spread over the paths of local_disk by their hash",
         "local_disk_path_sharding",
     ),
+    ("chunks are stored on servers as they are", "remote_serde"),
     (
-        "remote tiers are not available in this version",
-        "remote_url remote_serde remote_storage_plugins storage_plugins blocking_timeout_secs "
-        "audit_actual_remote_url",
+        "tiers of your own are named in storage_backends",
+        "remote_storage_plugins storage_plugins audit_actual_remote_url",
     ),
     (
         "choosing tiers for stores and loads is not available in this version",
@@ -522,8 +607,8 @@ PROCESS_VARIABLES: Mapping[str, str] = {
 PROCESS_VARIABLE_PREFIXES: Mapping[str, str] = {
     "LMCACHE_COORDINATOR_": _LMCACHE_SERVER,
     "LMCACHE_CONTROLLER_": "a controller is not part of this release",
-    "LMCACHE_AEROSPIKE_": "remote tiers are not available in this version",
-    "LMCACHE_RESP_": "remote tiers are not available in this version",
+    "LMCACHE_AEROSPIKE_": "there is no tier on Aerospike",
+    "LMCACHE_RESP_": "see remote_url and remote_operations",
     "LMCACHE_RUNTIME_PLUGIN_": "plug-in programs are not part of this release",
     "LMCACHE_PLUGIN_": "plug-in programs are not part of this release",
     "LMCACHE_MUSA_": "MUSA devices are not part of this release",

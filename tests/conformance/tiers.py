@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import secrets
 import shutil
 import sys
 import tempfile
@@ -12,10 +13,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import redis_servers
 from lmcache_rs import CacheEngineKey, MemoryObj, _native
 from lmcache_rs.storage import (
     LocalCPUBackend,
     LocalDiskBackend,
+    RemoteBackend,
     StorageBackend,
     StorageBackendInterface,
     allocate_and_copy_objects,
@@ -172,10 +175,51 @@ def _local_disk_in_memory(tmp_path: Path) -> Subject:
     return made
 
 
+def _remote(server: redis_servers.Server | redis_servers.Cluster, url: str) -> Subject:
+    """A tier on a server that others use, too: all names of this one begin alike."""
+    pool = _native.LocalCpu(POOL_BYTES, 1000)
+    url = redis_servers.with_prefix(url, f"{secrets.token_hex(8)}:")
+    backend = RemoteBackend(url, pool, max_queued_bytes=POOL_BYTES, deadline_s=DEADLINE_S)
+
+    def lose(key: CacheEngineKey) -> None:
+        name = backend.remote.name_of(key.namespace, key.chunk_hash)
+        assert server.ask("DEL", name) == 1
+
+    return Subject(backend, pool, lose)
+
+
+def _redis(tmp_path: Path) -> Subject:
+    redis_servers.require()
+    server = redis_servers.plain()
+    return _remote(server, server.url)
+
+
+def _redis_socket(tmp_path: Path) -> Subject:
+    redis_servers.require()
+    server = redis_servers.plain()
+    return _remote(server, f"redis+unix://{server.socket_path}")
+
+
+def _redis_tls(tmp_path: Path) -> Subject:
+    redis_servers.require()
+    server = redis_servers.encrypted()
+    return _remote(server, server.url)
+
+
+def _redis_cluster(tmp_path: Path) -> Subject:
+    redis_servers.require()
+    server = redis_servers.cluster()
+    return _remote(server, server.url)
+
+
 TIERS = {
     "local_cpu": _local_cpu,
     "python_dict": _python_dict,
     "python_files": _python_files,
     "local_disk": _local_disk,
     "local_disk_in_memory": _local_disk_in_memory,
+    "redis": _redis,
+    "redis_socket": _redis_socket,
+    "redis_tls": _redis_tls,
+    "redis_cluster": _redis_cluster,
 }

@@ -180,6 +180,7 @@ def test_variable_can_correct_a_value_of_the_file(tmp_path: Path) -> None:
 def test_every_key_of_lmcache_is_known_and_no_other() -> None:
     ours = {"chain", "none_hash_seed", "lease_timeout_ms", "copy_threads", "strict", "log_requests"}
     ours |= {"refuse_slow_loads", "max_sync_load_ms", "storage_backends"}
+    ours |= {"remote_ttl", "remote_operations"}
     ours |= {"local_disk_on_exit", "local_disk_direct_io", "local_disk_threads"}
     assert set(LMCACHE_0_5_6) == (set(HONOURED) - ours) | set(LMCACHE_ONLY) | set(LEGACY_NAMES)
     assert not set(HONOURED) & set(LMCACHE_ONLY)
@@ -214,13 +215,54 @@ def test_earlier_name_of_a_key_names_todays(old: str) -> None:
     assert f"earlier name of {LEGACY_NAMES[old]}" in notice
 
 
-@pytest.mark.parametrize("key", ["remote_url"])
-def test_tiers_to_come_say_that_they_are_not_available(key: str) -> None:
+@pytest.mark.parametrize("key", ["store_location"])
+def test_choices_to_come_say_that_they_are_not_available(key: str) -> None:
     (notice,) = LMCacheEngineConfig.from_defaults(**{key: 1}).notices
     assert "not available in this version; ignored" in notice
 
 
-@pytest.mark.parametrize("key", ["remote_url", "enable_p2p"])
+@pytest.mark.parametrize(
+    ("text", "urls"),
+    [
+        ("redis://a", ["redis://a"]),
+        ("redis://a:1/0 , rediss://b?x=1,", ["redis://a:1/0", "rediss://b?x=1"]),
+        (
+            "redis-cluster://a:1,b:2,s3://bucket/x",
+            ["redis-cluster://a:1,b:2", "s3://bucket/x"],
+        ),
+        ("", []),
+    ],
+)
+def test_urls_are_split_and_their_hosts_are_not(text: str, urls: list[str]) -> None:
+    assert LMCacheEngineConfig.from_defaults(remote_url=text).remote_urls == urls
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://me:hunter2@h:1/0",
+        "redis://:hunter2@h",
+        "redis://me:hunt/er2@hunter2@h",
+        "redis://h?user=me&pass=hunter2",
+        "redis://a,redis-cluster://:hunter2@b:1,c:2?pass=hunter2",
+        "unix:///run/redis.sock?pass=hunter2",
+    ],
+)
+def test_a_url_is_shown_without_its_credentials(url: str) -> None:
+    config = LMCacheEngineConfig.from_defaults(remote_url=url)
+    (shown,) = [value for key, value, _ in config.describe() if key == "remote_url"]
+    for text in (shown, repr(config), str(config)):
+        assert "hunt" not in text
+    assert config.remote_urls
+
+
+def test_what_is_no_url_is_refused_and_not_repeated() -> None:
+    with pytest.raises(ConfigError, match="needs a URL") as raised:
+        LMCacheEngineConfig.from_defaults(remote_url="me:hunter2@host")
+    assert "hunter2" not in str(raised.value)
+
+
+@pytest.mark.parametrize("key", ["store_location", "enable_p2p"])
 def test_null_for_a_key_without_meaning_says_nothing(key: str, tmp_path: Path) -> None:
     assert LMCacheEngineConfig.from_file(written(tmp_path, {key: None})).notices == ()
     assert LMCacheEngineConfig.from_env({variable(key): ""}).notices == ()
@@ -413,7 +455,6 @@ def test_documented_lmcache_file_gives_the_notices_it_says() -> None:
     config = LMCacheEngineConfig.from_defaults(**yaml.safe_load(block))
     assert [notice.split(" ")[0] for notice in config.notices] == [
         "pre_caching_hash_algorithm",
-        "remote_url",
         "remote_serde",
         "extra_config.save_only_first_rank",
     ]

@@ -12,6 +12,7 @@ from lmcache_rs.storage.local_disk import LocalDiskBackend
 from lmcache_rs.storage.manager import StorageManager, allocate_and_copy_objects
 from lmcache_rs.storage.memory_obj import LayerView, MemoryObj, MemoryObjMetadata
 from lmcache_rs.storage.record import key_text
+from lmcache_rs.storage.remote import RemoteBackend
 
 __all__ = [
     "EventManager",
@@ -23,6 +24,7 @@ __all__ = [
     "MemoryFormat",
     "MemoryObj",
     "MemoryObjMetadata",
+    "RemoteBackend",
     "StorageBackend",
     "StorageBackendInterface",
     "StorageManager",

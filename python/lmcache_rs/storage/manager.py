@@ -21,8 +21,10 @@ from lmcache_rs.storage.events import EventManager, EventType
 from lmcache_rs.storage.local_cpu import LocalCPUBackend
 from lmcache_rs.storage.local_disk import LocalDiskBackend
 from lmcache_rs.storage.memory_obj import LayerView, MemoryObj, MemoryObjMetadata, described
+from lmcache_rs.storage.native_tier import NativeTier
 from lmcache_rs.storage.prefetch import PrefetchThread
 from lmcache_rs.storage.reads import ReadLog, TierRead
+from lmcache_rs.storage.remote import RemoteBackend
 from lmcache_rs.storage.tier import BackendTier
 
 if TYPE_CHECKING:
@@ -32,6 +34,7 @@ logger = logging.getLogger("lmcache_rs")
 
 L1 = "LocalCPUBackend"
 L2 = "LocalDiskBackend"
+L3 = "RemoteBackend"
 DEADLINE_S = 5.0
 """Seconds after which a backend's answer is taken as a miss, unless it is added with others."""
 CLOSE_DEADLINE_S = 10.0
@@ -85,6 +88,8 @@ class StorageManager:
             self.backends[L1] = self._local
         if config.wants_local_disk:
             self._add_local_disk()
+        for number, url in enumerate(config.remote_urls):
+            self._add_remote(f"{L3}{number or ''}", url)
 
     def _add_local_disk(self) -> None:
         try:
@@ -98,6 +103,22 @@ class StorageManager:
             logger.warning(
                 "lmcache_rs: SERVING WITHOUT THE LOCAL DISK TIER: %s. Check that local_disk can be "
                 "written and that memory is left; `strict: true` makes this a stop.",
+                error,
+            )
+
+    def _add_remote(self, name: str, url: str) -> None:
+        try:
+            if self._pool is None:
+                self._pool = self._new_pool()
+            made = RemoteBackend.from_config(self._config, url, self._pool, name)
+            self.backends[name] = made
+        except (OSError, MemoryError, ValueError) as error:
+            if self._config.strict:
+                raise
+            self.unavailable[name] = error
+            logger.warning(
+                "lmcache_rs: SERVING WITHOUT A REMOTE TIER: %s. Check remote_url and that memory "
+                "is left; `strict: true` makes this a stop.",
                 error,
             )
 
@@ -376,7 +397,7 @@ class StorageManager:
     ) -> list[MemoryObj]:
         """What a tier below L1 has of these chunks, up to the first gap: in memory of our pool
         where the tier leaves the place to us, so that it is published without another copy."""
-        if not isinstance(backend, BackendTier | LocalDiskBackend):
+        if not isinstance(backend, BackendTier | NativeTier):
             return list(self._known(keys, backend.batched_get_blocking(keys)))
         arrived = []
         for key, (memory_obj, record) in zip(keys, backend.fetch(keys), strict=False):

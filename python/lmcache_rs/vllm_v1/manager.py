@@ -8,7 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lmcache_rs import _native
-from lmcache_rs.config import LMCacheEngineConfig, disabled_by_environment
+from lmcache_rs.config import (
+    WITHOUT_LOWER_TIERS,
+    LMCacheEngineConfig,
+    disabled_by_environment,
+)
 from lmcache_rs.layouts import LayoutError
 from lmcache_rs.vllm_v1 import compat, events, metrics, model_identity
 from lmcache_rs.vllm_v1.events import EventReports, KVEventStream
@@ -105,7 +109,7 @@ class LMCacheManager:
             config = config.with_values("rounded up to the engine's block", chunk_size=chunk_size)
         if config.wants_lower_tiers and stays_in_memory(config, vllm_config):
             reason = "left out: this chain's keys are used in host memory alone"
-            config = config.with_values(reason, storage_backends={}, max_local_disk_size=0.0)
+            config = config.with_values(reason, **WITHOUT_LOWER_TIERS)
         self.config = config
         engine_start = compat.engine_start_of(vllm_config)
         metadata = compat.metadata_of(vllm_config, kv_cache_config, rank)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from lmcache_rs import _native, lookup
+from lmcache_rs.config import WITHOUT_LOWER_TIERS
 from lmcache_rs.vllm_v1 import compat
 
 if TYPE_CHECKING:
@@ -59,9 +60,7 @@ class OwnersMemory:
     @staticmethod
     def without_store(config: LMCacheEngineConfig, owner: lookup.Rank) -> LMCacheEngineConfig:
         """The settings of a rank that keeps nothing itself."""
-        return config.with_values(
-            f"left to rank {owner}", local_cpu=False, max_local_disk_size=0.0, storage_backends={}
-        )
+        return config.with_values(f"left to rank {owner}", local_cpu=False, **WITHOUT_LOWER_TIERS)
 
     def find(self, lookup_ids: Mapping[lookup.Rank, str]) -> _native.RegionReader | None:
         """Maps the memory as soon as the owner's name is among these; once.

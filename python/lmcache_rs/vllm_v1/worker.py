@@ -20,6 +20,8 @@ from lmcache_rs import _native, lookup
 from lmcache_rs.cache_engine import LMCacheEngine, Loaded, Stored
 from lmcache_rs.key import HASH_BYTES, keys_of
 from lmcache_rs.layouts import Layout, MemoryFormat
+from lmcache_rs.storage.manager import L2
+from lmcache_rs.storage.remote import RemoteBackend
 from lmcache_rs.transfers import Transfer
 from lmcache_rs.vllm_v1 import compat, layerwise
 from lmcache_rs.vllm_v1.load_choice import LoadSpeed
@@ -47,6 +49,13 @@ if TYPE_CHECKING:
 
 CLOSE_DEADLINE_S = 4.0
 """Seconds that a shutdown waits for puts into lower tiers: vLLM kills a worker that takes five."""
+
+
+def _state(tier: object) -> str:
+    """Whether a tier serves, in words."""
+    if isinstance(tier, RemoteBackend) and not tier.is_reached:
+        return "out of reach"
+    return "healthy"
 
 
 class PoolTooSmallError(ValueError):
@@ -203,7 +212,8 @@ class LMCacheWorkerHalf:
             return
         storage = engine.storage_manager
         for name, error in storage.unavailable.items():
-            self._faults.note("local_disk", error)
+            place = "local_disk" if name == L2 else "remote"
+            self._faults.note(place, error)
             self._tiers_off[name] = str(error)
         for name, made_by in self._config.storage_backends.items():
             try:
@@ -248,9 +258,13 @@ class LMCacheWorkerHalf:
     def tiers(self) -> list[str]:
         """The tiers in the order they are asked, each with its state, in words."""
         host = "staging" if self._is_staging else "healthy" if self.capacity()[0] else "off"
-        lower = [] if self._storage is None else list(self._storage.backends)[1:]
+        lower = {} if self._storage is None else dict(list(self._storage.backends.items())[1:])
         off = [f"{name} off ({reason})" for name, reason in self._tiers_off.items()]
-        return [f"local_cpu {host}", *(f"{name} healthy" for name in lower), *off]
+        return [
+            f"local_cpu {host}",
+            *(f"{name} {_state(tier)}" for name, tier in lower.items()),
+            *off,
+        ]
 
     @property
     def _chunk_bytes(self) -> int:

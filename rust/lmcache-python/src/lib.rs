@@ -15,6 +15,7 @@ mod local_disk;
 mod lookup_client;
 mod lookup_reader;
 mod memory;
+mod remote;
 mod rope;
 mod storage;
 mod token;
@@ -51,6 +52,8 @@ mod _native {
     use crate::lookup_reader::{RegionReader, begin_shared_load};
     #[pymodule_export]
     use crate::memory::{LocalCpu, MemoryObj};
+    #[pymodule_export]
+    use crate::remote::Remote;
     #[pymodule_export]
     use crate::rope::RopeShift;
     #[pymodule_export]

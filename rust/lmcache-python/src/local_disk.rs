@@ -16,7 +16,7 @@ use crate::memory::{LocalCpu, MemoryObj, unknown_policy};
 use crate::token::{chunk_hash, packed_hashes};
 
 /// Format, layers, hidden, dtype, tokens of a block.
-type FormParts = (String, u32, u64, String, u32);
+pub(crate) type FormParts = (String, u32, u64, String, u32);
 
 /// Key, payload bytes, tokens, defect.
 type Inspected = (Option<String>, Option<u64>, Option<u32>, Option<String>);
@@ -25,7 +25,7 @@ type Inspected = (Option<String>, Option<u64>, Option<u32>, Option<String>);
 #[pyclass(frozen, module = "lmcache_rs._native")]
 pub(crate) struct LocalDisk(Owned<local_disk::LocalDisk>);
 
-fn form_of(parts: FormParts) -> Result<Form, NativeError> {
+pub(crate) fn form_of(parts: FormParts) -> Result<Form, NativeError> {
     let (format, num_layers, hidden, dtype, block_tokens) = parts;
     let unknown =
         || NativeError::Argument(format!("format {format:?} is none of the stored forms"));
@@ -38,7 +38,7 @@ fn form_of(parts: FormParts) -> Result<Form, NativeError> {
     })
 }
 
-fn parts_of(form: Form) -> FormParts {
+pub(crate) fn parts_of(form: Form) -> FormParts {
     let name = form.format.name().to_owned();
     (
         name,
@@ -49,7 +49,7 @@ fn parts_of(form: Form) -> FormParts {
     )
 }
 
-fn seconds(within_s: f64) -> Duration {
+pub(crate) fn seconds(within_s: f64) -> Duration {
     Duration::try_from_secs_f64(within_s.max(0.0)).unwrap_or(Duration::MAX)
 }
 

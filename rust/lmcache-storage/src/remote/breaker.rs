@@ -27,6 +27,15 @@ struct State {
     last_success: Option<Instant>,
 }
 
+impl State {
+    fn open(&mut self) -> bool {
+        let opens = !self.is_open;
+        self.num_opened += u64::from(opens);
+        self.is_open = true;
+        opens
+    }
+}
+
 impl Breaker {
     pub(super) fn is_closed(&self) -> bool {
         !self.0.lock().is_open
@@ -55,12 +64,12 @@ impl Breaker {
             Refusal::Timeout => FAILURES,
             _ => 1,
         };
-        let opens = !state.is_open && state.failures >= FAILURES;
-        if opens {
-            state.is_open = true;
-            state.num_opened += 1;
-        }
-        opens
+        state.failures >= FAILURES && state.open()
+    }
+
+    /// Opens it whatever came before; true if it was closed.
+    pub(super) fn open(&self) -> bool {
+        self.0.lock().open()
     }
 
     /// A probe came through.

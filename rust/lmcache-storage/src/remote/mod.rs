@@ -306,12 +306,18 @@ impl RemoteTier {
         self.0.faults.take_lines()
     }
 
-    /// What there is to say of the server, asked now whatever its past.
+    /// What there is to say of the server, asked now whatever its past. One that is not reached is left alone from
+    /// then on, until a probe comes through.
     pub fn health(&self, within: Duration) -> Vec<Finding> {
         let shared = Arc::clone(&self.0);
         let answer = async move {
             let asked = timeout(within, shared.client.health()).await;
-            Some(asked.unwrap_or(Err(Refusal::Timeout)))
+            let found = asked.unwrap_or(Err(Refusal::Timeout));
+            shared.learn("health", &found);
+            if found.as_ref().is_err_and(Refusal::is_outage) && shared.breaker.open() {
+                shared.probe();
+            }
+            Some(found)
         };
         let refused = |refusal: Refusal| {
             vec![Finding {

@@ -1,0 +1,184 @@
+//! The tier on a server, as Python sees it.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use lmcache_storage::backend::{Arrival, Chunk};
+use lmcache_storage::remote::{self, Options, RemoteTier};
+use pyo3::prelude::*;
+
+use crate::errors::NativeError;
+use crate::gate::{Owned, enter};
+use crate::local_disk::{FormParts, form_of, parts_of, seconds};
+use crate::memory::{LocalCpu, MemoryObj};
+use crate::token::{chunk_hash, packed_hashes};
+
+/// Names with the bytes of their values, and the cursor of the next page.
+type Page = (Vec<(String, u64)>, Option<String>);
+
+/// Chunks on a server that a URL names.
+#[pyclass(frozen, module = "lmcache_rs._native")]
+pub(crate) struct Remote(Owned<RemoteTier>);
+
+#[pymethods]
+impl Remote {
+    /// A tier on the server at `url`; chunks are read into `pool`. Connections are made as they are needed. An
+    /// operation has failed after `deadline_s` seconds; a value ends `ttl_s` seconds after it was written.
+    #[new]
+    #[pyo3(signature = (
+        url, pool, *, operations = 8, deadline_s = 5.0, ttl_s = None, max_queued_bytes = 1 << 30,
+        max_value_bytes = remote::MAX_VALUE_BYTES
+    ))]
+    #[expect(clippy::too_many_arguments, reason = "settings by name")]
+    fn new(
+        py: Python<'_>,
+        url: &str,
+        pool: &LocalCpu,
+        operations: usize,
+        deadline_s: f64,
+        ttl_s: Option<f64>,
+        max_queued_bytes: u64,
+        max_value_bytes: u64,
+    ) -> PyResult<Self> {
+        let pool = pool.store()?.clone();
+        let tier = enter(py, || {
+            let server = remote::connect(url, operations).map_err(NativeError::Argument)?;
+            let options = Options {
+                key_prefix: server.key_prefix,
+                operations,
+                // Beyond a day nobody waits, and the clock has an end.
+                deadline: seconds(deadline_s).min(Duration::from_secs(86_400)),
+                ttl: ttl_s.map(seconds),
+                max_queued_bytes,
+                max_value_bytes,
+                ..Options::default()
+            };
+            RemoteTier::open(server.client, options, pool).map_err(|error| {
+                NativeError::Disk(format!("no threads for a remote tier: {error}"))
+            })
+        })?;
+        Ok(Self(Owned::new(tier)))
+    }
+
+    /// Takes sealed chunks in, as far as there is room; how many. Of each: its memory, its form and its tokens, if
+    /// they are known.
+    fn put(
+        &self,
+        py: Python<'_>,
+        namespace: &str,
+        hashes: &[u8],
+        chunks: Vec<(PyRef<'_, MemoryObj>, Option<FormParts>, u32)>,
+    ) -> PyResult<usize> {
+        let tier = self.0.get()?;
+        let hashes = packed_hashes(hashes)?;
+        let mut given = Vec::with_capacity(chunks.len());
+        for (memory_obj, form, num_tokens) in chunks {
+            given.push(Chunk {
+                object: memory_obj.sealed_object()?,
+                form: form.map(form_of).transpose()?,
+                num_tokens,
+            });
+        }
+        enter(py, || {
+            Ok::<_, NativeError>(tier.put(namespace, &hashes, given))
+        })
+    }
+
+    /// How many chunks of the chain are stored, up to the first gap.
+    fn longest_prefix(&self, py: Python<'_>, namespace: &str, hashes: &[u8]) -> PyResult<usize> {
+        let tier = self.0.get()?;
+        enter(py, || {
+            packed_hashes(hashes).map(|hashes| tier.contains_prefix(namespace, &hashes))
+        })
+    }
+
+    /// Reads chunks up to the first gap; what came within `within_s` seconds. Of each: writable memory, its form
+    /// and its tokens.
+    fn get(
+        &self,
+        py: Python<'_>,
+        namespace: &str,
+        hashes: &[u8],
+        within_s: f64,
+    ) -> PyResult<Vec<(MemoryObj, Option<FormParts>, u32)>> {
+        let tier = self.0.get()?;
+        let arrivals = enter(py, || {
+            packed_hashes(hashes).map(|hashes| tier.get(namespace, &hashes, seconds(within_s)))
+        })?;
+        let arrived = |Arrival { chunk, description }| {
+            let form = description.form.map(parts_of);
+            (MemoryObj::writable(chunk), form, description.num_tokens)
+        };
+        Ok(arrivals.into_iter().map(arrived).collect())
+    }
+
+    /// Forgets a chunk; whether it was there.
+    fn remove(&self, py: Python<'_>, namespace: &str, hash: &[u8]) -> PyResult<bool> {
+        let tier = self.0.get()?;
+        let hash = chunk_hash(hash, "hash")?;
+        enter(py, || Ok::<_, NativeError>(tier.remove(namespace, hash)))
+    }
+
+    /// Removes every chunk, or those whose namespace begins with `prefix`; how many.
+    #[pyo3(signature = (prefix = None))]
+    fn clear(&self, py: Python<'_>, prefix: Option<&str>) -> PyResult<usize> {
+        let tier = self.0.get()?;
+        enter(py, || Ok::<_, NativeError>(tier.clear(prefix)))
+    }
+
+    /// Removes every chunk whose namespace does not begin with `prefix`; how many.
+    fn retain(&self, py: Python<'_>, prefix: &str) -> PyResult<usize> {
+        let tier = self.0.get()?;
+        enter(py, || Ok::<_, NativeError>(tier.retain(prefix)))
+    }
+
+    /// Waits until every put taken in before is done; false if the time ran out.
+    fn flush(&self, py: Python<'_>, within_s: f64) -> PyResult<bool> {
+        let tier = self.0.get()?;
+        enter(py, || Ok::<_, NativeError>(tier.flush(seconds(within_s))))
+    }
+
+    /// Ends the tier, pending puts done first; false if the time ran out. Idempotent.
+    fn close(&self, py: Python<'_>, within_s: f64) -> PyResult<bool> {
+        let tier = self.0.get()?;
+        enter(py, || Ok::<_, NativeError>(tier.close(seconds(within_s))))
+    }
+
+    /// The name under which a chunk is stored, or would be.
+    fn name_of(&self, namespace: &str, hash: &[u8]) -> PyResult<String> {
+        let tier = self.0.get()?;
+        Ok(tier.name_of(namespace, chunk_hash(hash, "hash")?))
+    }
+
+    /// Counters by name.
+    fn stats(&self, py: Python<'_>) -> PyResult<BTreeMap<String, u64>> {
+        let tier = self.0.get()?;
+        enter(py, || Ok::<_, NativeError>(tier.stats()))
+    }
+
+    /// What there is to log since the last call.
+    fn take_lines(&self) -> PyResult<Vec<String>> {
+        Ok(self.0.get()?.take_lines())
+    }
+
+    /// What there is to say of the server: of each what was looked at, whether it is as it should be, and words.
+    fn health(&self, py: Python<'_>, within_s: f64) -> PyResult<Vec<(&'static str, bool, String)>> {
+        let tier = self.0.get()?;
+        let findings = enter(py, || Ok::<_, NativeError>(tier.health(seconds(within_s))))?;
+        let each = findings.into_iter();
+        Ok(each
+            .map(|finding| (finding.what, finding.ok, finding.words))
+            .collect())
+    }
+
+    /// One page of the names of chunks, each with the bytes of its value, and the cursor of the next page.
+    #[pyo3(signature = (cursor = None, within_s = 5.0))]
+    fn list_page(&self, py: Python<'_>, cursor: Option<String>, within_s: f64) -> PyResult<Page> {
+        let tier = self.0.get()?;
+        let page = enter(py, || {
+            let listed = tier.list_page(cursor, seconds(within_s));
+            listed.map_err(|refusal| NativeError::Disk(refusal.to_string()))
+        })?;
+        Ok((page.names, page.cursor))
+    }
+}
