@@ -38,7 +38,7 @@ print(server.get_host_and_port()[1], flush=True)
 sys.stdin.read()
 """
 # Of the form of a signature; the server checks no more.
-_SIGNED = (
+SIGNED = (
     "AWS4-HMAC-SHA256 Credential=testing/20260101/us-east-1/s3/aws4_request, "
     "SignedHeaders=host, Signature=00"
 )
@@ -103,7 +103,7 @@ class S3Server:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
         try:
             path = f"/{BUCKET}/{quote(name, safe='/?=&')}"
-            connection.request(method, path, body, {"Authorization": _SIGNED})
+            connection.request(method, path, body, {"Authorization": SIGNED})
             answer = connection.getresponse()
             return answer.status, answer.read()
         finally:
@@ -280,7 +280,9 @@ class _Handler(BaseHTTPRequestHandler):
                 self.proxy._resume.wait(fault.seconds)
             if kind == "status":
                 told = f"<Error><Code>{fault.code}</Code><Message>of the test</Message></Error>"
-                return self._answer(fault.status, {"Content-Type": "application/xml"}, told.encode())
+                return self._answer(
+                    fault.status, {"Content-Type": "application/xml"}, told.encode()
+                )
         headers = {
             name: text
             for name, text in self.headers.items()

@@ -1,7 +1,7 @@
 """The form of stored objects, read and written by another program than the one that ships.
 
-Python has no zstd of its own, so of packed objects this program writes the frames that it can without:
-runs of one byte. `v2-packed.bin` is one that the shipped program wrote.
+Python has no zstd of its own, so of packed objects this program writes the frames that it can
+without: runs of one byte. `v2-packed.bin` is one that the shipped program wrote.
 
 The golden files in tests/vectors/object_form/ are kept: each later version must read those of the
 versions that it says it reads, and take all others for a miss. This file, run as a program, writes

@@ -7,8 +7,9 @@ use std::time::Duration;
 use lmcache_core::hot_cache::Policy;
 use lmcache_storage::compression;
 use lmcache_storage::local_disk::{self, Arrival, Chunk, Options};
-use lmcache_storage::object_form::{self, Form, Format, crc64};
+use lmcache_storage::object_form::{self, Description, Form, Format, crc64};
 use pyo3::prelude::*;
+use pyo3::types::PyBytes;
 
 use crate::errors::NativeError;
 use crate::gate::{Owned, enter};
@@ -225,6 +226,34 @@ pub(crate) fn inspect_object(py: Python<'_>, object: &[u8]) -> PyResult<Inspecte
             }
         })
     })
+}
+
+/// A payload of numbers of a type, as the packed object of no chunk in particular: to measure with.
+#[pyfunction]
+pub(crate) fn pack_object<'py>(
+    py: Python<'py>,
+    payload: &[u8],
+    dtype: &str,
+) -> PyResult<Bound<'py, PyBytes>> {
+    let packed = enter(py, || {
+        let form = Form {
+            format: Format::KvT2d,
+            num_layers: 0,
+            hidden: 0,
+            block_tokens: 1,
+            dtype: dtype.to_owned(),
+        };
+        let description = Description {
+            key: "model=(none)".to_owned(),
+            payload_bytes: payload.len() as u64,
+            num_tokens: 0,
+            form: Some(form),
+            positions: None,
+        };
+        compression::seal(&description, payload)
+            .ok_or_else(|| NativeError::Argument(format!("dtype {dtype:?} has too long a name")))
+    })?;
+    Ok(PyBytes::new(py, &packed))
 }
 
 /// The CRC-64/NVME of any bytes.

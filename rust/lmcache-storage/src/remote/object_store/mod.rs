@@ -234,7 +234,7 @@ impl Client for Store {
     ) -> Answer<'a, ()> {
         Box::pin(async move {
             if ttl.is_some() {
-                let words = "an object store ends no single object; remove remote_ttl and give the bucket a lifecycle rule";
+                let words = "an object store ends no single object";
                 return Err(Refusal::Denied(words.to_owned()));
             }
             let path = self.path(name)?;
@@ -286,6 +286,10 @@ impl Client for Store {
                 cursor: page.page_token,
             })
         })
+    }
+
+    fn ends_values(&self) -> bool {
+        false
     }
 
     fn health<'a>(&'a self) -> Answer<'a, Vec<Finding>> {
