@@ -33,6 +33,7 @@ from lines import (
     package,
     refuse,
     remote,
+    remote_s3,
     vllm,
     waiting,
 )
@@ -54,6 +55,7 @@ LINES: dict[str, Callable[[Bench], list[Result]]] = {
     "waiting": waiting.run,
     "disk": disk.run,
     "remote": remote.run,
+    "remote_s3": remote_s3.run,
     "identity": identity.run,
     "package": package.run,
     "vllm": vllm.run,

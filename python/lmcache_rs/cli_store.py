@@ -1,4 +1,5 @@
-"""`lmcache-rs store`: looks into folders of the local disk tier, while others use them."""
+"""`lmcache-rs store`: looks into folders of the local disk tier, and into servers, while others use
+them."""
 
 from __future__ import annotations
 
@@ -7,10 +8,12 @@ import collections
 import importlib
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from lmcache_rs import cli_remote
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -50,9 +53,10 @@ def add_store(commands: Commands) -> None:
     """Adds the command to a parser."""
     store = commands.add_parser(
         "store",
-        help="chunks on local disks",
-        description="Looks into a folder of local_disk. Exit codes: 0 done, 1 something is damaged "
-        "or could not be removed, 2 wrong usage.",
+        help="chunks on local disks and on servers",
+        description="Looks into a folder of local_disk, or into the server of a remote_url. Exit "
+        "codes: 0 done, 1 something is damaged, could not be removed or not be reached, 2 wrong "
+        "usage.",
     )
     actions = store.add_subparsers(metavar="ACTION", required=True)
     for name, run, words in (
@@ -62,7 +66,9 @@ def add_store(commands: Commands) -> None:
         ("rm", _rm, "remove chunks"),
     ):
         action = actions.add_parser(name, help=words, description=words.capitalize() + ".")
-        action.add_argument("path", metavar="PATH", type=Path, help="a folder of local_disk")
+        action.add_argument(
+            "path", metavar="PATH", help="a folder of local_disk, or a URL of remote_url"
+        )
         if name == "rm":
             which = action.add_mutually_exclusive_group(required=True)
             which.add_argument("--all", action="store_true", help="every chunk")
@@ -72,7 +78,21 @@ def add_store(commands: Commands) -> None:
                 help="chunks whose key begins so, up to the end of a field: model=m@world=1",
             )
             which.add_argument("--damaged", action="store_true", help="what verify finds")
-        action.set_defaults(run=run)
+        action.set_defaults(run=_where_it_is(name, run))
+
+
+def _where_it_is(
+    name: str, run: Callable[[argparse.Namespace], int]
+) -> Callable[[argparse.Namespace], int]:
+    """The action on a folder, or on the server that a URL names."""
+
+    def on_either(parsed: argparse.Namespace) -> int:
+        if cli_remote.is_url(parsed.path):
+            return cli_remote.run(name, parsed)
+        parsed.path = Path(parsed.path)
+        return run(parsed)
+
+    return on_either
 
 
 def stored(path: Path, *, whole: bool) -> Iterator[Stored]:

@@ -66,6 +66,7 @@ class LMCacheEngineConfig:
     remote_url: str | None = dataclasses.field(repr=False)
     remote_ttl: float | None
     remote_operations: int
+    remote_serde: str
     blocking_timeout_secs: float
     save_unfull_chunk: bool | None
     pre_caching_hash_algorithm: str

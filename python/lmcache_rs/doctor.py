@@ -461,9 +461,17 @@ def _storage_backends(config: LMCacheEngineConfig) -> Iterator[Finding]:
             pool.close()
 
 
+def _remote(config: LMCacheEngineConfig) -> Iterator[Finding]:
+    # It uses what is above.
+    from lmcache_rs import remote_checks
+
+    yield from remote_checks.remote(config)
+
+
 TIER_CHECKS: dict[str, TierCheck] = {
     "local_cpu": _local_cpu,
     "local_disk": _local_disk,
+    "remote": _remote,
     "storage_backends": _storage_backends,
 }
 """By kind of tier, in the order in which tiers are asked."""

@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 import redis_servers
+import s3_server
 from lmcache_rs import CacheEngineKey, MemoryObj, _native
 from lmcache_rs.storage import (
     LocalCPUBackend,
@@ -272,6 +273,31 @@ def _redis_cluster(tmp_path: Path) -> Subject:
     return _remote(server, server.url)
 
 
+def _s3(tmp_path: Path, serde: str = "naive") -> Subject:
+    s3_server.require()
+    server = s3_server.shared_server()
+    pool = _native.LocalCpu(POOL_BYTES, 1000)
+    with s3_server.credentials():
+        backend = RemoteBackend(
+            server.url(secrets.token_hex(8)),
+            pool,
+            max_queued_bytes=POOL_BYTES,
+            deadline_s=DEADLINE_S,
+            serde=serde,
+        )
+
+    def lose(key: CacheEngineKey) -> None:
+        name = backend.remote.name_of(key.namespace, key.chunk_hash)
+        assert server.request("HEAD", name)[0] == 200
+        assert server.request("DELETE", name)[0] == 204
+
+    return Subject(backend, pool, lose)
+
+
+def _s3_lossless(tmp_path: Path) -> Subject:
+    return _s3(tmp_path, "lossless")
+
+
 TIERS = {
     "local_cpu": _local_cpu,
     "python_dict": _python_dict,
@@ -282,4 +308,6 @@ TIERS = {
     "redis_socket": _redis_socket,
     "redis_tls": _redis_tls,
     "redis_cluster": _redis_cluster,
+    "s3": _s3,
+    "s3_lossless": _s3_lossless,
 }

@@ -34,6 +34,7 @@ SAMPLES: dict[str, tuple[Any, str]] = {
     "remote_url": ("redis://a:1/", "redis://a:1/"),
     "remote_ttl": (60.0, "60.0"),
     "remote_operations": (4, "4"),
+    "remote_serde": ("lossless", "lossless"),
     "blocking_timeout_secs": (2.5, "2.5"),
     "save_unfull_chunk": (True, "on"),
     "pre_caching_hash_algorithm": ("sha256_cbor", "sha256_cbor"),

@@ -456,7 +456,6 @@ def test_documented_lmcache_file_gives_the_notices_it_says() -> None:
     config = LMCacheEngineConfig.from_defaults(**yaml.safe_load(block))
     assert [notice.split(" ")[0] for notice in config.notices] == [
         "pre_caching_hash_algorithm",
-        "remote_serde",
         "extra_config.save_only_first_rank",
     ]
 

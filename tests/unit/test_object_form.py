@@ -1,5 +1,8 @@
 """The form of stored objects, read and written by another program than the one that ships.
 
+Python has no zstd of its own, so of packed objects this program writes the frames that it can
+without: runs of one byte. `v2-packed.bin` is one that the shipped program wrote.
+
 The golden files in tests/vectors/object_form/ are kept: each later version must read those of the
 versions that it says it reads, and take all others for a miss. This file, run as a program, writes
 them.
@@ -21,6 +24,7 @@ from lmcache_rs.storage import LocalDiskBackend, MemoryObjMetadata
 
 GOLDEN = Path(__file__).parents[1] / "vectors" / "object_form"
 HEAD = struct.Struct("<8sIIQQIIIBBHIQI")
+PACKED = struct.Struct("<BBHIQQ")
 FORMATS = {"KV_T2D": 1, "KV_MLA_FMT": 2, "OPAQUE": 3}
 
 
@@ -72,6 +76,26 @@ class Object:
 
         return header(crc64(header(0) + self.payload)) + self.payload
 
+    def to_packed_bytes(self, planes: int, stored: bytes) -> bytes:
+        """As an object of version 2: `stored` is what the payload was packed to."""
+        fmt, num_layers, hidden, dtype, block_tokens = self.form or ("", 0, 0, "", 0)
+        key, kind = self.key.encode(), dtype.encode()
+        packed = PACKED.pack(1, planes, 0, 0, len(stored), crc64(self.payload))
+        body = packed + key + kind
+        body += b"\0" * (-(HEAD.size + len(body)) % 8)
+        body += struct.pack(f"<{len(self.positions)}q", *self.positions)
+        header_bytes = -(-(HEAD.size + len(body)) // 4096) * 4096
+
+        def header(checksum: int) -> bytes:
+            head = HEAD.pack(
+                b"LMCRSOBJ", 2, header_bytes, len(self.payload), checksum, len(key),
+                self.num_tokens, len(self.positions), FORMATS.get(fmt, 0), len(kind), 0,
+                num_layers, hidden, block_tokens,
+            )  # fmt: skip
+            return (head + body).ljust(header_bytes, b"\0")
+
+        return header(crc64(header(0) + stored)) + stored
+
     @classmethod
     def from_bytes(cls, data: bytes) -> Object:
         (
@@ -107,6 +131,60 @@ def golden() -> dict[str, Object]:
     }
 
 
+def packed() -> Object:
+    """The object of the packed golden files: exponents much alike, mantissas that are noise."""
+    key = CacheEngineKey("org/model é", 2, 1, bytes(range(32)), "bfloat16", facts={"chunk": "3"})
+    numbers = random.Random(65)
+    form = ("KV_T2D", 2, 250, "bfloat16", 1)
+    payload = bytes(
+        numbers.randrange(256) if at % 2 == 0 else numbers.choice((0x3E, 0x3F, 0xBE))
+        for at in range(2 * 3 * 2 * 250 * 2)
+    )
+    return Object(str(key), payload, 3, form, (0, 1, 700))
+
+
+def run_of(byte: int, count: int) -> bytes:
+    """A frame of zstd: a single segment of one block, which repeats a byte."""
+    assert 256 <= count < 1 << 17
+    header = b"\x28\xb5\x2f\xfd" + bytes([0b0110_0000]) + struct.pack("<H", count - 256)
+    return header + struct.pack("<I", 1 | 1 << 1 | count << 3)[:3] + bytes([byte])
+
+
+def of_runs() -> tuple[Object, bytes]:
+    """An object whose second plane is a run, with what it is packed to."""
+    noise = random.Random(66).randbytes(3000)
+    payload = b"".join(bytes([byte, 0x3F]) for byte in noise)
+    run = run_of(0x3F, len(noise))
+    stored = struct.pack("<QQ", len(noise), len(run)) + noise + run
+    return Object(packed().key, payload, 6, ("KV_MLA_FMT", 1, 500, "float16", 1)), stored
+
+
+def test_a_packed_golden_file_says_what_it_should_and_is_read() -> None:
+    object_ = packed()
+    data = (GOLDEN / "v2-packed.bin").read_bytes()
+    stored = data[4096:]
+    assert data == object_.to_packed_bytes(2, stored)
+    assert len(stored) < 0.7 * len(object_.payload)
+    said = (object_.key, len(object_.payload), object_.num_tokens, None)
+    assert _native.inspect_object(data) == said
+    # Its own sum is of another payload.
+    other = Object(object_.key, object_.payload[:-1] + b"x", 3, object_.form, object_.positions)
+    data = other.to_packed_bytes(2, stored)
+    assert _native.inspect_object(data) == (*said[:3], "checksum")
+
+
+def test_a_packed_object_of_another_writer_is_read() -> None:
+    object_, stored = of_runs()
+    data = (GOLDEN / "v2-runs.bin").read_bytes()
+    assert data == object_.to_packed_bytes(2, stored)
+    said = (object_.key, len(object_.payload), object_.num_tokens, None)
+    assert _native.inspect_object(data) == said
+    data = object_.to_packed_bytes(2, stored[:-1] + b"\x3e")
+    assert _native.inspect_object(data) == (*said[:3], "checksum")
+    data = object_.to_packed_bytes(2, stored[:-1])
+    assert _native.inspect_object(data) == (*said[:3], "malformed")
+
+
 def test_the_sum_is_the_published_one() -> None:
     assert crc64(b"123456789") == 0xAE8B14860A799888
     data = random.Random(1).randbytes(10_000)
@@ -127,7 +205,7 @@ def test_golden_files_are_what_they_were_and_are_read(name: str) -> None:
 
 def test_a_golden_file_of_another_version_is_a_miss() -> None:
     data = bytearray((GOLDEN / "v1-split.bin").read_bytes())
-    data[8] = 2
+    data[8] = 3
     assert _native.inspect_object(bytes(data)) == (None, None, None, "version")
 
 
@@ -166,4 +244,5 @@ if __name__ == "__main__":
     GOLDEN.mkdir(parents=True, exist_ok=True)
     for each, what in golden().items():
         (GOLDEN / f"{each}.bin").write_bytes(what.to_bytes())
+    (GOLDEN / "v2-runs.bin").write_bytes(of_runs()[0].to_packed_bytes(2, of_runs()[1]))
     sys.exit()

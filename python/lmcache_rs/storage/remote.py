@@ -26,8 +26,13 @@ CREDENTIALS = ("REDIS_USERNAME", "REDIS_PASSWORD", "REDISCLI_AUTH")
 """Variables in which the native side looks for what a URL lacks."""
 
 
+def credentials() -> dict[str, str]:
+    """Those of `CREDENTIALS` that are set."""
+    return {name: os.environ[name] for name in CREDENTIALS if name in os.environ}
+
+
 class RemoteBackend(NativeTier):
-    """A server, e.g. Redis or Valkey. Everything but the marshalling is native: see docs/remote.md.
+    """A server, e.g. Redis or S3. Everything but the marshalling is native: see docs/remote.md.
 
     Args:
         url: Where the server is. It may hold credentials, and is not logged as it is; what it
@@ -38,6 +43,7 @@ class RemoteBackend(NativeTier):
         ttl_s: Seconds after which the server drops a chunk, counted from its write; None: never.
         max_queued_bytes: Bytes of the puts that may wait; a quarter of the pool unless given.
         deadline_s: Seconds after which an operation is taken as a miss.
+        serde: How chunks lie on the server: `naive`, or `lossless` for packed ones.
 
     Raises:
         ValueError: The URL is wrong, or a file that it names cannot be read.
@@ -54,16 +60,18 @@ class RemoteBackend(NativeTier):
         ttl_s: float | None = None,
         max_queued_bytes: int | None = None,
         deadline_s: float = DEADLINE_S,
+        serde: str = "naive",
     ) -> None:
         self.url = without_credentials(url)
         self.remote = Remote(
             url,
             pool,
-            credentials={name: os.environ[name] for name in CREDENTIALS if name in os.environ},
+            credentials=credentials(),
             operations=operations,
             deadline_s=deadline_s,
             ttl_s=ttl_s,
             max_queued_bytes=max_queued_bytes or max(1, pool.capacity_bytes // 4),
+            serde=serde,
         )
         super().__init__(name, self.remote, deadline_s)
 
@@ -86,6 +94,7 @@ class RemoteBackend(NativeTier):
             operations=config.remote_operations,
             ttl_s=config.remote_ttl,
             deadline_s=config.blocking_timeout_secs,
+            serde=config.remote_serde,
         )
         for what, is_right, words in made.health(min(FIRST_ASKED_S, config.blocking_timeout_secs)):
             if is_right:

@@ -45,7 +45,7 @@ mod _native {
     #[pymodule_export]
     use crate::layerwise::{Copier, LayerwiseStep};
     #[pymodule_export]
-    use crate::local_disk::{LocalDisk, checksum, inspect_object};
+    use crate::local_disk::{LocalDisk, checksum, inspect_object, pack_object};
     #[pymodule_export]
     use crate::lookup_client::LookupConnections;
     #[pymodule_export]

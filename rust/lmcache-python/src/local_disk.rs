@@ -5,9 +5,11 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use lmcache_core::hot_cache::Policy;
+use lmcache_storage::compression;
 use lmcache_storage::local_disk::{self, Arrival, Chunk, Options};
-use lmcache_storage::object_form::{self, Form, Format, crc64};
+use lmcache_storage::object_form::{self, Description, Form, Format, crc64};
 use pyo3::prelude::*;
+use pyo3::types::PyBytes;
 
 use crate::errors::NativeError;
 use crate::gate::{Owned, enter};
@@ -201,12 +203,12 @@ impl LocalDisk {
 #[pyo3(signature = (object))]
 pub(crate) fn inspect_object(py: Python<'_>, object: &[u8]) -> PyResult<Inspected> {
     enter(py, || {
-        Ok::<_, NativeError>(match object_form::Header::parse(object) {
+        Ok::<_, NativeError>(match object_form::Header::parse_any(object) {
             Err(defect) => (None, None, None, Some(defect.name().to_owned())),
             Ok(header) => {
                 let begin = header.len();
                 // A file's last page is filled up with zeros.
-                let end = usize::try_from(header.description.payload_bytes)
+                let end = usize::try_from(header.stored_bytes())
                     .ok()
                     .and_then(|bytes| begin.checked_add(bytes))
                     .map_or(object.len(), |end| end.min(object.len()));
@@ -216,7 +218,10 @@ pub(crate) fn inspect_object(py: Python<'_>, object: &[u8]) -> PyResult<Inspecte
                 } else if padding.iter().any(|byte| *byte != 0) {
                     Some(object_form::Defect::Checksum)
                 } else {
-                    header.verify(payload).err()
+                    let verified = header.verify(payload);
+                    verified
+                        .and_then(|()| compression::verify(&header, payload))
+                        .err()
                 };
                 let description = header.description;
                 (
@@ -228,6 +233,34 @@ pub(crate) fn inspect_object(py: Python<'_>, object: &[u8]) -> PyResult<Inspecte
             }
         })
     })
+}
+
+/// A payload of numbers of a type, as the packed object of no chunk in particular: to measure with.
+#[pyfunction]
+pub(crate) fn pack_object<'py>(
+    py: Python<'py>,
+    payload: &[u8],
+    dtype: &str,
+) -> PyResult<Bound<'py, PyBytes>> {
+    let packed = enter(py, || {
+        let form = Form {
+            format: Format::KvT2d,
+            num_layers: 0,
+            hidden: 0,
+            block_tokens: 1,
+            dtype: dtype.to_owned(),
+        };
+        let description = Description {
+            key: "model=(none)".to_owned(),
+            payload_bytes: payload.len() as u64,
+            num_tokens: 0,
+            form: Some(form),
+            positions: None,
+        };
+        compression::seal(&description, payload)
+            .ok_or_else(|| NativeError::Argument(format!("dtype {dtype:?} has too long a name")))
+    })?;
+    Ok(PyBytes::new(py, &packed))
 }
 
 /// The CRC-64/NVME of any bytes.

@@ -4,8 +4,9 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use lmcache_storage::backend::{Arrival, Chunk};
-use lmcache_storage::remote::{self, Credentials, Options, RemoteTier};
+use lmcache_storage::remote::{self, Credentials, Options, RemoteTier, Serde};
 use pyo3::prelude::*;
+use pyo3::types::PyBytes;
 
 use crate::errors::NativeError;
 use crate::gate::{Owned, enter};
@@ -23,12 +24,13 @@ pub(crate) struct Remote(Owned<RemoteTier>);
 #[pymethods]
 impl Remote {
     /// A tier on the server at `url`; chunks are read into `pool`. What the URL lacks of credentials is looked for
-    /// in `credentials`, variables by name. Connections are made as they are needed. An
-    /// operation has failed after `deadline_s` seconds; a value ends `ttl_s` seconds after it was written.
+    /// in `credentials`, variables by name. Connections are made as they are needed. An operation has failed after
+    /// `deadline_s` seconds; a value ends `ttl_s` seconds after it was written. `serde` is how payloads lie in their
+    /// values: `naive` or `lossless`.
     #[new]
     #[pyo3(signature = (
-        url, pool, *, credentials = Credentials::new(), operations = 8, deadline_s = 5.0, ttl_s = None, max_queued_bytes = 1 << 30,
-        max_value_bytes = remote::MAX_VALUE_BYTES
+        url, pool, *, credentials = Credentials::new(), operations = 8, deadline_s = 5.0, ttl_s = None,
+        max_queued_bytes = 1 << 30, max_value_bytes = remote::MAX_VALUE_BYTES, serde = "naive"
     ))]
     #[expect(clippy::too_many_arguments, reason = "settings by name")]
     fn new(
@@ -41,11 +43,22 @@ impl Remote {
         ttl_s: Option<f64>,
         max_queued_bytes: u64,
         max_value_bytes: u64,
+        serde: &str,
     ) -> PyResult<Self> {
         let pool = pool.store()?.clone();
+        let serde = Serde::from_name(serde).ok_or_else(|| {
+            NativeError::Argument(format!("serde {serde:?} is neither naive nor lossless"))
+        })?;
         let tier = enter(py, || {
             let server =
                 remote::connect(url, operations, &credentials).map_err(NativeError::Argument)?;
+            if ttl_s.is_some() && !server.client.ends_values() {
+                return Err(NativeError::Argument(
+                    "remote_ttl is set, and an object store ends no single object: leave it out, and give the \
+                     bucket a lifecycle rule"
+                        .to_owned(),
+                ));
+            }
             let options = Options {
                 key_prefix: server.key_prefix,
                 operations,
@@ -54,7 +67,7 @@ impl Remote {
                 ttl: ttl_s.map(seconds),
                 max_queued_bytes,
                 max_value_bytes,
-                ..Options::default()
+                serde,
             };
             RemoteTier::open(server.client, options, pool).map_err(|error| {
                 NativeError::Disk(format!("no threads for a remote tier: {error}"))
@@ -190,5 +203,32 @@ impl Remote {
             listed.map_err(|refusal| NativeError::Disk(refusal.to_string()))
         })?;
         Ok((page.names, page.cursor))
+    }
+
+    /// The first `max_bytes` of what lies under a name, or all of a shorter one; None if nothing does.
+    #[pyo3(signature = (name, max_bytes, within_s = 5.0))]
+    fn begin<'py>(
+        &self,
+        py: Python<'py>,
+        name: String,
+        max_bytes: u64,
+        within_s: f64,
+    ) -> PyResult<Option<Bound<'py, PyBytes>>> {
+        let tier = self.0.get()?;
+        let begin = enter(py, || {
+            let begin = tier.begin(name, max_bytes, seconds(within_s));
+            begin.map_err(|refusal| NativeError::Disk(refusal.to_string()))
+        })?;
+        Ok(begin.map(|begin| PyBytes::new(py, &begin)))
+    }
+
+    /// Removes what lies under names; how many were there.
+    #[pyo3(signature = (names, within_s = 5.0))]
+    fn remove_names(&self, py: Python<'_>, names: Vec<String>, within_s: f64) -> PyResult<usize> {
+        let tier = self.0.get()?;
+        enter(py, || {
+            let removed = tier.remove_names(names, seconds(within_s));
+            removed.map_err(|refusal| NativeError::Disk(refusal.to_string()))
+        })
     }
 }

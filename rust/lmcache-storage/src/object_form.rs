@@ -14,6 +14,16 @@
 //! 64  key, dtype, zeros up to a multiple of 8, positions as i64, zeros up to the end of the header
 //! ```
 //!
+//! An object whose payload is packed ([`crate::compression`]) is one of version 2. Its header has 24 bytes more before the
+//! key, and its sum is over the payload as it is stored:
+//!
+//! ```text
+//! 64  u8 packing, 1             65  u8 planes: 1, 2, 4 or 8    66  six zeros
+//! 72  u64 bytes of the payload as stored
+//! 80  u64 CRC-64/NVME of the payload
+//! 88  key, dtype, zeros up to a multiple of 8, positions as i64, zeros up to the end of the header
+//! ```
+//!
 //! There is one way to write a header, and a reader takes no other. The checksum is a CRC of 64 bits: damage
 //! within 64 neighbouring bits is always seen, any other goes unseen once in 2^64. It guards against a disk
 //! and a wire, not against somebody who may write to them.
@@ -26,12 +36,17 @@ use lmcache_core::key::MAX_KEY_BYTES;
 
 /// What every object begins with.
 pub const MAGIC: [u8; 8] = *b"LMCRSOBJ";
-/// The version that is written, and the only one that is read.
+/// The version of an object whose payload lies as it is.
 pub const VERSION: u32 = 1;
+/// The version of an object whose payload is packed.
+pub const PACKED_VERSION: u32 = 2;
 /// A header is so many bytes, or a multiple; a payload behind it is aligned for direct I/O.
 pub const PAGE_BYTES: usize = 4096;
 
 const FIXED_BYTES: usize = 64;
+const PACKED_FIXED_BYTES: usize = 88;
+/// Planes of bytes, each a frame of zstd; the one packing there is.
+const BYTE_PLANES: u8 = 1;
 const CHECKSUM_AT: usize = 24;
 /// Far more tokens than any chunk has.
 const MAX_TOKENS: u32 = 1 << 20;
@@ -46,22 +61,25 @@ pub enum Defect {
     Magic,
     /// It was written by another version.
     Version,
+    /// It is packed in a way that this version does not know.
+    Packing,
     /// It is the chunk of another key.
     Foreign,
     /// Header or payload are not what was written.
     Checksum,
     /// It is longer than it should be.
     Length,
-    /// Its header says what no writer says.
+    /// Its header, or its packed payload, is what no writer writes.
     Malformed,
 }
 
 impl Defect {
     /// All of them.
-    pub const ALL: [Self; 7] = [
+    pub const ALL: [Self; 8] = [
         Self::Truncated,
         Self::Magic,
         Self::Version,
+        Self::Packing,
         Self::Foreign,
         Self::Checksum,
         Self::Length,
@@ -74,6 +92,7 @@ impl Defect {
             Self::Truncated => "truncated",
             Self::Magic => "magic",
             Self::Version => "version",
+            Self::Packing => "packing",
             Self::Foreign => "foreign",
             Self::Checksum => "checksum",
             Self::Length => "length",
@@ -153,6 +172,39 @@ pub struct Description {
     pub positions: Option<Box<[i64]>>,
 }
 
+/// How the payload of a packed object lies.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Packing {
+    /// Planes that its bytes were split into: 1, 2, 4 or 8.
+    pub planes: u8,
+    /// Bytes of the payload as stored.
+    pub packed_bytes: u64,
+    /// CRC-64/NVME of the payload itself.
+    pub payload_checksum: u64,
+}
+
+impl Packing {
+    /// Whether bytes can be split so.
+    pub fn has_planes(planes: usize) -> bool {
+        matches!(planes, 1 | 2 | 4 | 8)
+    }
+
+    fn read(raw: &[u8]) -> Result<Self, Defect> {
+        let planes = raw[65];
+        if raw[64] != BYTE_PLANES || !Self::has_planes(planes.into()) {
+            return Err(Defect::Packing);
+        }
+        if raw[66..72].iter().any(|byte| *byte != 0) {
+            return Err(Defect::Malformed);
+        }
+        Ok(Self {
+            planes,
+            packed_bytes: u64_at(raw, 72),
+            payload_checksum: u64_at(raw, 80),
+        })
+    }
+}
+
 /// The text form of a chunk's key.
 pub fn key_text(namespace: &str, hash: ChunkHash) -> String {
     format!("{namespace}@hash={}", hash.to_hex())
@@ -161,6 +213,10 @@ pub fn key_text(namespace: &str, hash: ChunkHash) -> String {
 impl Description {
     /// Bytes of its header; `None` if it says more than a header holds.
     pub fn header_bytes(&self) -> Option<usize> {
+        self.sizes(FIXED_BYTES).map(|sizes| sizes.header)
+    }
+
+    fn sizes(&self, fixed_bytes: usize) -> Option<Sizes> {
         let dtype = self.form.as_ref().map_or("", |form| &form.dtype);
         let num_positions = self
             .positions
@@ -178,7 +234,12 @@ impl Description {
         {
             return None;
         }
-        Some(Sizes::of(self.key.len(), dtype.len(), num_positions).header)
+        Some(Sizes::of(
+            fixed_bytes,
+            self.key.len(),
+            dtype.len(),
+            num_positions,
+        ))
     }
 
     /// Seals a payload: its header, with the checksum over both. `None` if it says more than a header holds.
@@ -187,37 +248,56 @@ impl Description {
     /// If the payload is not `payload_bytes` long.
     pub fn seal(&self, payload: &[u8]) -> Option<Vec<u8>> {
         assert_eq!(payload.len() as u64, self.payload_bytes, "another payload");
-        let mut header = vec![0; self.header_bytes()?];
+        self.sealed(None, payload)
+    }
+
+    /// As [`Description::seal`], of a payload that was packed: `stored` is what it was packed to.
+    ///
+    /// # Panics
+    /// If `stored` is not as long as the packing says, or there are no such planes.
+    pub fn seal_packed(&self, packing: &Packing, stored: &[u8]) -> Option<Vec<u8>> {
+        assert_eq!(stored.len() as u64, packing.packed_bytes, "another payload");
+        assert!(Packing::has_planes(packing.planes.into()), "no such planes");
+        self.sealed(Some(packing), stored)
+    }
+
+    fn sealed(&self, packing: Option<&Packing>, stored: &[u8]) -> Option<Vec<u8>> {
+        let (version, fixed_bytes) = match packing {
+            None => (VERSION, FIXED_BYTES),
+            Some(_) => (PACKED_VERSION, PACKED_FIXED_BYTES),
+        };
+        let sizes = self.sizes(fixed_bytes)?;
+        let mut header = vec![0; sizes.header];
         let mut put = |at: usize, bytes: &[u8]| header[at..at + bytes.len()].copy_from_slice(bytes);
         let num_positions = self
             .positions
             .as_ref()
             .map_or(0, |positions| positions.len());
         put(0, &MAGIC);
-        put(8, &VERSION.to_le_bytes());
+        put(8, &version.to_le_bytes());
         put(16, &self.payload_bytes.to_le_bytes());
         put(32, &(self.key.len() as u32).to_le_bytes());
         put(36, &self.num_tokens.to_le_bytes());
         put(40, &(num_positions as u32).to_le_bytes());
-        let mut dtype_bytes = 0;
         if let Some(form) = &self.form {
-            dtype_bytes = form.dtype.len();
-            put(
-                44,
-                &[Format::row(|row| row.1 == form.format).0, dtype_bytes as u8],
-            );
+            let code = Format::row(|row| row.1 == form.format).0;
+            put(44, &[code, form.dtype.len() as u8]);
             put(48, &form.num_layers.to_le_bytes());
             put(52, &form.hidden.to_le_bytes());
             put(60, &form.block_tokens.to_le_bytes());
-            put(FIXED_BYTES + self.key.len(), form.dtype.as_bytes());
+            put(fixed_bytes + self.key.len(), form.dtype.as_bytes());
         }
-        put(FIXED_BYTES, self.key.as_bytes());
-        let sizes = Sizes::of(self.key.len(), dtype_bytes, num_positions);
+        if let Some(packing) = packing {
+            put(64, &[BYTE_PLANES, packing.planes]);
+            put(72, &packing.packed_bytes.to_le_bytes());
+            put(80, &packing.payload_checksum.to_le_bytes());
+        }
+        put(fixed_bytes, self.key.as_bytes());
         for (i, position) in self.positions.iter().flatten().enumerate() {
             put(sizes.positions_at + 8 * i, &position.to_le_bytes());
         }
         put(12, &(sizes.header as u32).to_le_bytes());
-        let checksum = checksum(&header, payload);
+        let checksum = checksum(&header, stored);
         header[CHECKSUM_AT..][..8].copy_from_slice(&checksum.to_le_bytes());
         Some(header)
     }
@@ -230,8 +310,8 @@ struct Sizes {
 }
 
 impl Sizes {
-    fn of(key_bytes: usize, dtype_bytes: usize, num_positions: usize) -> Self {
-        let positions_at = (FIXED_BYTES + key_bytes + dtype_bytes).next_multiple_of(8);
+    fn of(fixed_bytes: usize, key_bytes: usize, dtype_bytes: usize, num_positions: usize) -> Self {
+        let positions_at = (fixed_bytes + key_bytes + dtype_bytes).next_multiple_of(8);
         let header = (positions_at + 8 * num_positions).next_multiple_of(PAGE_BYTES);
         Self {
             positions_at,
@@ -266,26 +346,56 @@ pub struct Header<'a> {
     raw: &'a [u8],
     /// What it says; true only once the payload has been held against it.
     pub description: Description,
+    /// How its payload is packed; `None` if it lies as it is.
+    pub packing: Option<Packing>,
 }
 
 impl<'a> Header<'a> {
     /// How many bytes the header has, told by its first page or more of it.
     pub fn bytes_of(first_page: &[u8]) -> Result<usize, Defect> {
-        Fixed::read(first_page).map(|fixed| fixed.sizes.header)
+        Fixed::read(first_page, VERSION).map(|fixed| fixed.sizes.header)
     }
 
-    /// Reads a header: `bytes` begin with it, and hold all of it.
+    /// As [`Header::bytes_of`], whether its payload is packed or not.
+    pub fn bytes_of_any(first_page: &[u8]) -> Result<usize, Defect> {
+        match Self::bytes_of(first_page) {
+            Err(Defect::Version) => {
+                Fixed::read(first_page, PACKED_VERSION).map(|fixed| fixed.sizes.header)
+            }
+            read => read,
+        }
+    }
+
+    /// Reads a header: `bytes` begin with it, and hold all of it. One of a packed payload is another version's.
     ///
     /// Nothing is checked yet but that it is in the one form a writer gives it.
     pub fn parse(bytes: &'a [u8]) -> Result<Self, Defect> {
-        let fixed = Fixed::read(bytes)?;
+        Self::parse_version(bytes, VERSION)
+    }
+
+    /// As [`Header::parse`], of an object whose payload is packed, and no other.
+    pub fn parse_packed(bytes: &'a [u8]) -> Result<Self, Defect> {
+        Self::parse_version(bytes, PACKED_VERSION)
+    }
+
+    /// As [`Header::parse`], whether its payload is packed or not.
+    pub fn parse_any(bytes: &'a [u8]) -> Result<Self, Defect> {
+        match Self::parse(bytes) {
+            Err(Defect::Version) => Self::parse_packed(bytes),
+            parsed => parsed,
+        }
+    }
+
+    fn parse_version(bytes: &'a [u8], version: u32) -> Result<Self, Defect> {
+        let fixed = Fixed::read(bytes, version)?;
         let raw = bytes.get(..fixed.sizes.header).ok_or(Defect::Truncated)?;
         let text = |at: usize, len: usize| {
             let text = std::str::from_utf8(&raw[at..at + len]);
             text.map(str::to_owned).map_err(|_| Defect::Malformed)
         };
-        let key = text(FIXED_BYTES, fixed.key_bytes)?;
-        let dtype = text(FIXED_BYTES + fixed.key_bytes, fixed.dtype_bytes)?;
+        let key = text(fixed.fixed_bytes, fixed.key_bytes)?;
+        let dtype = text(fixed.fixed_bytes + fixed.key_bytes, fixed.dtype_bytes)?;
+        let packing = (version == PACKED_VERSION).then(|| Packing::read(raw));
         let form = match raw[44] {
             0 if raw[45..FIXED_BYTES].iter().all(|byte| *byte == 0) => None,
             code => Some(Form {
@@ -312,7 +422,11 @@ impl<'a> Header<'a> {
             form,
             positions,
         };
-        Ok(Self { raw, description })
+        Ok(Self {
+            raw,
+            description,
+            packing: packing.transpose()?,
+        })
     }
 
     /// Its size in bytes: where the payload begins.
@@ -334,7 +448,15 @@ impl<'a> Header<'a> {
         }
     }
 
-    /// Holds a payload against the header: from here on both are what was written.
+    /// Bytes behind the header: of the payload, as it is stored.
+    pub fn stored_bytes(&self) -> u64 {
+        self.packing
+            .map_or(self.description.payload_bytes, |packing| {
+                packing.packed_bytes
+            })
+    }
+
+    /// Holds a payload, as it is stored, against the header: from here on both are what was written.
     pub fn verify(&self, payload: &[u8]) -> Result<(), Defect> {
         let mut check = self.check();
         check.update(payload);
@@ -346,7 +468,7 @@ impl<'a> Header<'a> {
         Check {
             digest: digest_of(self.raw),
             due: u64_at(self.raw, CHECKSUM_AT),
-            missing: i128::from(self.description.payload_bytes),
+            missing: i128::from(self.stored_bytes()),
         }
     }
 }
@@ -388,6 +510,7 @@ pub fn read<'a>(bytes: &'a [u8], key: &str) -> Result<(Description, &'a [u8]), D
 
 /// The part of a header that tells its size.
 struct Fixed {
+    fixed_bytes: usize,
     key_bytes: usize,
     dtype_bytes: usize,
     num_tokens: u32,
@@ -396,16 +519,20 @@ struct Fixed {
 }
 
 impl Fixed {
-    fn read(bytes: &[u8]) -> Result<Self, Defect> {
+    fn read(bytes: &[u8], version: u32) -> Result<Self, Defect> {
         if bytes.len() >= MAGIC.len() && bytes[..MAGIC.len()] != MAGIC {
             return Err(Defect::Magic);
         }
         if bytes.len() < FIXED_BYTES {
             return Err(Defect::Truncated);
         }
-        if u32_at(bytes, 8) != VERSION {
+        if u32_at(bytes, 8) != version {
             return Err(Defect::Version);
         }
+        let fixed_bytes = match version {
+            PACKED_VERSION => PACKED_FIXED_BYTES,
+            _ => FIXED_BYTES,
+        };
         let (key_bytes, num_tokens, num_positions) = (
             u32_at(bytes, 32) as usize,
             u32_at(bytes, 36),
@@ -421,11 +548,12 @@ impl Fixed {
             return Err(Defect::Malformed);
         }
         let num_positions = num_positions as usize;
-        let sizes = Sizes::of(key_bytes, dtype_bytes, num_positions);
+        let sizes = Sizes::of(fixed_bytes, key_bytes, dtype_bytes, num_positions);
         if u32_at(bytes, 12) as usize != sizes.header {
             return Err(Defect::Malformed);
         }
         Ok(Self {
+            fixed_bytes,
             key_bytes,
             dtype_bytes,
             num_tokens,

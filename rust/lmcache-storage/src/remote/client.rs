@@ -45,6 +45,11 @@ pub trait Client: fmt::Debug + Send + Sync {
     /// the page before.
     fn list<'a>(&'a self, prefix: &'a str, cursor: Option<String>) -> Answer<'a, Page>;
 
+    /// Whether it ends values by itself, as `ttl` of a put asks.
+    fn ends_values(&self) -> bool {
+        true
+    }
+
     /// What there is to say of the server: whether it is reached and how fast, what it permits, how it treats
     /// what it keeps.
     fn health<'a>(&'a self) -> Answer<'a, Vec<Finding>>;

@@ -12,6 +12,8 @@ mod breaker;
 pub mod client;
 mod faults;
 pub mod name;
+#[cfg(feature = "object-store")]
+pub mod object_store;
 mod puts;
 mod reads;
 #[cfg(feature = "redis")]
@@ -27,6 +29,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, sync_channel};
 use std::time::{Duration, Instant};
 
+use bytes::Bytes;
 use lmcache_core::hash::ChunkHash;
 use lmcache_memory::local_cpu::LocalCpu;
 use lmcache_memory::object::MemoryObj;
@@ -99,6 +102,10 @@ pub fn connect(url: &str, operations: usize, credentials: &Credentials) -> Resul
     if redis::SCHEMES.contains(&scheme) {
         return redis::connect(url, operations, credentials);
     }
+    #[cfg(feature = "object-store")]
+    if object_store::SCHEMES.contains(&scheme) {
+        return object_store::connect(url);
+    }
     let known = known_schemes().join(", ");
     Err(format!(
         "no remote tier has the scheme {scheme:?}; there are {known}"
@@ -109,6 +116,8 @@ fn known_schemes() -> Vec<&'static str> {
     let mut schemes = Vec::new();
     #[cfg(feature = "redis")]
     schemes.extend(redis::SCHEMES);
+    #[cfg(feature = "object-store")]
+    schemes.extend(object_store::SCHEMES);
     schemes
 }
 
@@ -174,7 +183,7 @@ impl RemoteTier {
         let operations = options.operations.max(1);
         Ok(Self(Arc::new(Shared {
             client,
-            names: Names::new(&options.key_prefix),
+            names: Names::new(&options.key_prefix, options.serde),
             pool,
             faults: Faults::default(),
             breaker: Breaker::default(),
@@ -351,6 +360,39 @@ impl RemoteTier {
         };
         let page = self.0.wait("list", within, answer);
         page.unwrap_or(Err(Refusal::Timeout))
+    }
+
+    /// What lies under a name, or the first `max_bytes` of it, for whoever looks into the store.
+    ///
+    /// # Errors
+    /// The server refuses.
+    pub fn begin(
+        &self,
+        name: String,
+        max_bytes: u64,
+        within: Duration,
+    ) -> Result<Option<Bytes>, Refusal> {
+        let shared = Arc::clone(&self.0);
+        let answer = async move {
+            let asked = timeout(within, shared.client.begin(&name, max_bytes)).await;
+            Some(asked.unwrap_or(Err(Refusal::Timeout)))
+        };
+        let begin = self.0.wait("begin", within, answer);
+        begin.unwrap_or(Err(Refusal::Timeout))
+    }
+
+    /// Removes what lies under names; how many were there.
+    ///
+    /// # Errors
+    /// The server refuses.
+    pub fn remove_names(&self, names: Vec<String>, within: Duration) -> Result<usize, Refusal> {
+        let shared = Arc::clone(&self.0);
+        let answer = async move {
+            let asked = timeout(within, shared.client.remove(&names)).await;
+            Some(asked.unwrap_or(Err(Refusal::Timeout)))
+        };
+        let removed = self.0.wait("remove", within, answer);
+        removed.unwrap_or(Err(Refusal::Timeout))
     }
 
     /// The name under which a chunk is stored, or would be.

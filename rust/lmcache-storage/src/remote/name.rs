@@ -4,15 +4,18 @@
 //! <prefix>lmcache_rs.v1/<first half of the SHA-256 of the namespace, hex>/<chain hash, hex>
 //! ```
 //!
-//! The prefix is the operator's. The whole key is in the value's header, and is checked at each read.
+//! Of packed objects it is `lmcache_rs.v2`. The prefix is the operator's. The whole key is in the value's header, and is checked at each read.
 
 use lmcache_core::hash::ChunkHash;
 
+use super::value::Serde;
 use crate::local_disk::records::{hex, namespace_digest};
 
 /// What the names of all chunks have in common, behind the operator's prefix. It changes with the form of what
 /// is stored.
 pub const ROOT: &str = "lmcache_rs.v1/";
+/// As [`ROOT`], of objects whose payload is packed: an engine that packs and one that does not never meet in one name.
+pub const PACKED_ROOT: &str = "lmcache_rs.v2/";
 
 /// Makes names of chunks and reads them.
 #[derive(Debug, Clone)]
@@ -21,9 +24,13 @@ pub(super) struct Names {
 }
 
 impl Names {
-    pub(super) fn new(prefix: &str) -> Self {
+    pub(super) fn new(prefix: &str, serde: Serde) -> Self {
+        let root = match serde {
+            Serde::Naive => ROOT,
+            Serde::Lossless => PACKED_ROOT,
+        };
         Self {
-            root: format!("{prefix}{ROOT}"),
+            root: format!("{prefix}{root}"),
         }
     }
 
@@ -68,12 +75,15 @@ mod tests {
 
     #[test]
     fn a_name_tells_its_namespace_apart_and_is_url_safe() {
-        let names = Names::new("team-a/");
+        let names = Names::new("team-a/", Serde::Naive);
         let hash = ChunkHash([0xab; 32]);
         let name = names.of("model=m@world=1", hash);
         assert_eq!(name, names.of_each("model=m@world=1", &[hash])[0]);
         assert_ne!(name, names.of("model=m@world=2", hash));
         assert!(name.starts_with("team-a/lmcache_rs.v1/"));
+        let packed = Names::new("team-a/", Serde::Lossless);
+        assert_ne!(name, packed.of("model=m@world=1", hash));
+        assert_eq!(packed.digest_in(&name), None);
         assert!(name.ends_with(&"ab".repeat(32)));
         let is_safe = |byte: u8| byte.is_ascii_alphanumeric() || b"-._/".contains(&byte);
         assert!(name.bytes().all(is_safe));
@@ -85,7 +95,7 @@ mod tests {
 
     #[test]
     fn what_others_keep_is_no_name() {
-        let names = Names::new("p:");
+        let names = Names::new("p:", Serde::Naive);
         let name = names.of("n", ChunkHash([1; 32]));
         for other in [
             &name[1..],

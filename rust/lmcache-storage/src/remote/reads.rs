@@ -111,7 +111,13 @@ impl Shared {
 
     fn unpack(&self, pool: &LocalCpu, value: &Bytes, key: &str) -> Result<Arrival, Unusable> {
         let room = |bytes: usize| pool.allocate(&[bytes]).and_then(|mut one| one.pop());
-        let (chunk, description) = value::open(value, key, room)?;
+        let (chunk, description) = value::open(
+            value,
+            key,
+            self.options.serde,
+            self.options.max_value_bytes,
+            room,
+        )?;
         add(&self.counts.got_chunks, 1);
         add(&self.counts.got_bytes, chunk.len() as u64);
         add(&self.counts.received_bytes, value.len() as u64);

@@ -103,10 +103,10 @@ impl Shared {
             let Some(begin) = begin else {
                 return Ok(None);
             };
-            match Header::bytes_of(&begin) {
+            match Header::bytes_of_any(&begin) {
                 Ok(bytes) if bytes > wanted => wanted = bytes,
                 Ok(_) => {
-                    let header = Header::parse(&begin).ok();
+                    let header = Header::parse_any(&begin).ok();
                     let key = header.map(|header| header.description.key);
                     let namespace = key.as_deref().and_then(|key| key.rsplit_once("@hash="));
                     let namespace = namespace.map(|(namespace, _)| namespace);

@@ -2,7 +2,9 @@
 
 use bytes::Bytes;
 use lmcache_memory::object::{ChunkMut, MemoryObj};
+use tokio::task::block_in_place;
 
+use crate::compression::{self, Sealed};
 use crate::object_form::{Defect, Description, Header};
 
 /// How a payload lies in its value.
@@ -12,6 +14,18 @@ pub enum Serde {
     /// As it is in memory.
     #[default]
     Naive,
+    /// Packed; see [`crate::compression`].
+    Lossless,
+}
+
+impl Serde {
+    const ALL: [(Self, &'static str); 2] = [(Self::Naive, "naive"), (Self::Lossless, "lossless")];
+
+    /// The one of that name in settings.
+    pub fn from_name(name: &str) -> Option<Self> {
+        let mut all = Self::ALL.into_iter();
+        all.find(|each| each.1 == name).map(|each| each.0)
+    }
 }
 
 /// Pieces in which a payload is summed up and copied, so that each is in the processor's cache once.
@@ -52,6 +66,11 @@ pub(super) fn seal(
             let header = description.seal(object.bytes())?;
             Some(vec![Bytes::from(header), Bytes::from_owner(Held(object))])
         }
+        Serde::Lossless => {
+            // As long as a large copy and more: others go on meanwhile.
+            let packed = block_in_place(|| compression::seal(description, object.bytes()))?;
+            Some(vec![packed.into()])
+        }
     }
 }
 
@@ -59,8 +78,13 @@ pub(super) fn seal(
 pub(super) fn open(
     value: &[u8],
     key: &str,
+    serde: Serde,
+    max_payload_bytes: u64,
     room: impl FnOnce(usize) -> Option<ChunkMut>,
 ) -> Result<(ChunkMut, Description), Unusable> {
+    if serde == Serde::Lossless {
+        return block_in_place(|| open_packed(value, key, max_payload_bytes, room));
+    }
     let header = Header::parse(value)?;
     header.require_key(key)?;
     let payload = &value[header.len()..];
@@ -80,6 +104,23 @@ pub(super) fn open(
     }
     check.finish()?;
     let mut description = header.description;
+    if let Some(positions) = description.positions.take() {
+        chunk.set_positions(positions);
+    }
+    Ok((chunk, description))
+}
+
+fn open_packed(
+    value: &[u8],
+    key: &str,
+    max_payload_bytes: u64,
+    room: impl FnOnce(usize) -> Option<ChunkMut>,
+) -> Result<(ChunkMut, Description), Unusable> {
+    let sealed = Sealed::open(value, key, max_payload_bytes)?;
+    let due = sealed.description.payload_bytes;
+    let mut chunk = room(due as usize).ok_or(Unusable::NoRoom(due))?;
+    sealed.unpack(chunk.bytes_mut())?;
+    let mut description = sealed.description;
     if let Some(positions) = description.positions.take() {
         chunk.set_positions(positions);
     }
