@@ -3,6 +3,7 @@
 mod background;
 mod device;
 mod device_layers;
+mod device_step;
 mod device_transfer;
 mod errors;
 mod events;
@@ -25,9 +26,11 @@ mod _native {
     #[pymodule_export]
     use crate::background::{Transfer, TransferQueue};
     #[pymodule_export]
-    use crate::device::{CudaCache, CudaDevice, CudaLayerwiseStep};
+    use crate::device::{CudaCache, CudaDevice};
     #[pymodule_export]
     use crate::device_layers::{CudaLayerBuffer, CudaLayerCopy, CudaRopeShift};
+    #[pymodule_export]
+    use crate::device_step::CudaLayerwiseStep;
     #[pymodule_export]
     use crate::device_transfer::{CudaTransfer, begin_cuda_load, begin_cuda_store};
     #[pymodule_export]
