@@ -131,16 +131,22 @@ class TierWalk:
         """
         at = end // self._chunk_size
         ahead: Future[list[MemoryObj]] | None = None
+        on_gpu = self._registered.device is not None
+        # Whether there was less memory for what is read next than there will be: a window before it
+        # is held by us, or by a GPU that is not done with it.
+        is_held = on_gpu
         with ThreadPoolExecutor(1, "lmcache_rs-window") as reader:
             while at < len(self._keys):
-                was_ahead = ahead is not None
                 found = self._read(at) if ahead is None else ahead.result()
                 ahead = None
                 if not found:
-                    if was_ahead:
-                        # There may be memory for it now that the window before it is let go of.
-                        continue
-                    break
+                    if not is_held:
+                        break
+                    self._registered.settle()
+                    is_held = False
+                    continue
+                # One window is copied and one is read, and all before them is out of the pool.
+                self._registered.settle()
                 first, at = at, at + len(found)
                 if len(found) == self._window and at < len(self._keys):
                     with contextlib.suppress(RuntimeError):  # no thread: it is read in its turn
@@ -149,6 +155,7 @@ class TierWalk:
                 self._registered.scatter(found, *self._window_slots(starts, ends, skip))
                 end = max(end, ends[-1])
                 del found
+                is_held = on_gpu or ahead is not None
         return end
 
     def bring(self, first: int) -> list[MemoryObj]:
