@@ -625,6 +625,7 @@ class Remote:
         url: str,
         pool: LocalCpu,
         *,
+        credentials: Mapping[str, str] = ...,
         operations: int = 8,
         deadline_s: float = 5.0,
         ttl_s: float | None = None,

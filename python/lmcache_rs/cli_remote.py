@@ -69,12 +69,18 @@ def run(action: str, parsed: argparse.Namespace) -> int:
 @contextmanager
 def _opened(url: str) -> Iterator[list[Any]]:
     """The tiers on a server, one for each form of its values."""
+    from lmcache_rs.storage.remote import credentials
+
     native: Any = importlib.import_module("lmcache_rs._native")
     pool = native.LocalCpu(1 << 20, 1000)
     remotes: list[Any] = []
     try:
         for serde in SERDES:
-            remotes.append(native.Remote(url, pool, deadline_s=_DEADLINE_S, serde=serde))
+            remotes.append(
+                native.Remote(
+                    url, pool, credentials=credentials(), deadline_s=_DEADLINE_S, serde=serde
+                )
+            )
         yield remotes
     finally:
         for remote in remotes:

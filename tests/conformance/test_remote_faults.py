@@ -274,7 +274,9 @@ def test_a_port_where_something_else_listens_is_a_miss(caplog: pytest.LogCapture
         web.close()
 
 
-def test_a_wrong_password_is_a_miss_and_is_never_shown(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_wrong_password_is_a_miss_and_is_never_shown(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     redis_servers.require()
     caplog.set_level(logging.DEBUG)
     server = Server(password=redis_servers.PASSWORD)
@@ -291,9 +293,11 @@ def test_a_wrong_password_is_a_miss_and_is_never_shown(caplog: pytest.LogCapture
                 assert "hunter2" not in "".join(shown)
         assert "of kind 'denied'" in caplog.text
         assert "hunter2" not in caplog.text
-        # The right one, and one who may only read.
-        with Remote(server.url) as remote:
-            remote.put(chain(1), [b"x"])
+        # The right one, from where it is best kept; and one who may only read.
+        monkeypatch.setenv("REDIS_PASSWORD", redis_servers.PASSWORD)
+        with Remote(f"redis://127.0.0.1:{server.port}/") as remote:
+            assert remote.put(chain(1), [b"x"]) == 1
+            assert remote.got(chain(1)) == [b"x"]
         server.ask("ACL", "SETUSER", "reader", "on", ">pw", "~*", "+@read", "+client")
         with Remote(f"redis://reader:pw@127.0.0.1:{server.port}/") as remote:
             remote.put(chain(2), [b"y"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
@@ -21,11 +22,26 @@ FIRST_ASKED_S = 2.0
 """Seconds that a start waits for a server to say what it is."""
 
 
+CREDENTIALS = ("REDIS_USERNAME", "REDIS_PASSWORD", "REDISCLI_AUTH")
+OBJECT_STORES = ("AWS_", "AZURE_", "GOOGLE_")
+"""Variables in which the native side looks for what a URL lacks, and how others of them begin."""
+
+
+def credentials() -> dict[str, str]:
+    """What this process's variables say of credentials."""
+    return {
+        name: text
+        for name, text in os.environ.items()
+        if name in CREDENTIALS or name.startswith(OBJECT_STORES)
+    }
+
+
 class RemoteBackend(NativeTier):
     """A server, e.g. Redis or S3. Everything but the marshalling is native: see docs/remote.md.
 
     Args:
-        url: Where the server is. It may hold credentials, and is not logged as it is.
+        url: Where the server is. It may hold credentials, and is not logged as it is; what it
+            lacks of them comes from variables (`credentials`).
         pool: Where chunks that are read are put.
         name: The tier's name in counters and logs.
         operations: Reads under way at a time; puts have half as many beside them.
@@ -55,6 +71,7 @@ class RemoteBackend(NativeTier):
         self.remote = Remote(
             url,
             pool,
+            credentials=credentials(),
             operations=operations,
             deadline_s=deadline_s,
             ttl_s=ttl_s,

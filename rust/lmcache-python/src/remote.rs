@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 use lmcache_storage::backend::{Arrival, Chunk};
-use lmcache_storage::remote::{self, Options, RemoteTier, Serde};
+use lmcache_storage::remote::{self, Credentials, Options, RemoteTier, Serde};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
@@ -23,19 +23,21 @@ pub(crate) struct Remote(Owned<RemoteTier>);
 
 #[pymethods]
 impl Remote {
-    /// A tier on the server at `url`; chunks are read into `pool`. Connections are made as they are needed. An
-    /// operation has failed after `deadline_s` seconds; a value ends `ttl_s` seconds after it was written. `serde` is
-    /// how payloads lie in their values: `naive` or `lossless`.
+    /// A tier on the server at `url`; chunks are read into `pool`. What the URL lacks of credentials is looked for
+    /// in `credentials`, variables by name. Connections are made as they are needed. An operation has failed after
+    /// `deadline_s` seconds; a value ends `ttl_s` seconds after it was written. `serde` is how payloads lie in their
+    /// values: `naive` or `lossless`.
     #[new]
     #[pyo3(signature = (
-        url, pool, *, operations = 8, deadline_s = 5.0, ttl_s = None, max_queued_bytes = 1 << 30,
-        max_value_bytes = remote::MAX_VALUE_BYTES, serde = "naive"
+        url, pool, *, credentials = Credentials::new(), operations = 8, deadline_s = 5.0, ttl_s = None,
+        max_queued_bytes = 1 << 30, max_value_bytes = remote::MAX_VALUE_BYTES, serde = "naive"
     ))]
     #[expect(clippy::too_many_arguments, reason = "settings by name")]
     fn new(
         py: Python<'_>,
         url: &str,
         pool: &LocalCpu,
+        credentials: Credentials,
         operations: usize,
         deadline_s: f64,
         ttl_s: Option<f64>,
@@ -48,7 +50,8 @@ impl Remote {
             NativeError::Argument(format!("serde {serde:?} is neither naive nor lossless"))
         })?;
         let tier = enter(py, || {
-            let server = remote::connect(url, operations).map_err(NativeError::Argument)?;
+            let server =
+                remote::connect(url, operations, &credentials).map_err(NativeError::Argument)?;
             if ttl_s.is_some() && !server.client.ends_values() {
                 return Err(NativeError::Argument(
                     "remote_ttl is set, and an object store ends no single object: leave it out, and give the \

@@ -89,19 +89,22 @@ pub struct Server {
     pub key_prefix: String,
 }
 
+/// Variables of the process in which a URL's credentials are looked for, as far as they are set.
+pub type Credentials = BTreeMap<String, String>;
+
 /// The server that a URL names. Connections are made as they are needed: one that is down is no error here.
 ///
 /// # Errors
 /// What is wrong with the URL, in words without its credentials.
-pub fn connect(url: &str, operations: usize) -> Result<Server, String> {
+pub fn connect(url: &str, operations: usize, credentials: &Credentials) -> Result<Server, String> {
     let scheme = url.split_once("://").map_or("", |(scheme, _)| scheme);
     #[cfg(feature = "redis")]
     if redis::SCHEMES.contains(&scheme) {
-        return redis::connect(url, operations);
+        return redis::connect(url, operations, credentials);
     }
     #[cfg(feature = "object-store")]
     if object_store::SCHEMES.contains(&scheme) {
-        return object_store::connect(url);
+        return object_store::connect(url, credentials);
     }
     let known = known_schemes().join(", ");
     Err(format!(

@@ -13,19 +13,19 @@ use lmcache_storage::remote::client::{Answer, Client, Finding, Page, Refusal};
 use parking_lot::Mutex;
 use tokio::sync::Notify;
 
-pub const CHUNK_BYTES: usize = 4096;
+pub(crate) const CHUNK_BYTES: usize = 4096;
 
-pub fn pool(num_chunks: usize) -> LocalCpu {
+pub(crate) fn pool(num_chunks: usize) -> LocalCpu {
     let bytes = (num_chunks * CHUNK_BYTES) as u64;
     LocalCpu::new(bytes, Duration::from_secs(1)).expect("a few pages")
 }
 
-pub fn chain(ids: impl IntoIterator<Item = u8>) -> Vec<ChunkHash> {
+pub(crate) fn chain(ids: impl IntoIterator<Item = u8>) -> Vec<ChunkHash> {
     ids.into_iter().map(|id| ChunkHash([id; 32])).collect()
 }
 
 /// Each filled with the first byte of its hash.
-pub fn chunks(hashes: &[ChunkHash]) -> Vec<Chunk> {
+pub(crate) fn chunks(hashes: &[ChunkHash]) -> Vec<Chunk> {
     let source = pool(hashes.len());
     let sizes = vec![CHUNK_BYTES; hashes.len()];
     let allocated = source.allocate(&sizes).expect("room for all");
@@ -40,7 +40,7 @@ pub fn chunks(hashes: &[ChunkHash]) -> Vec<Chunk> {
     allocated.into_iter().zip(hashes).map(fill).collect()
 }
 
-pub fn filled(arrivals: Vec<Arrival>) -> Vec<u8> {
+pub(crate) fn filled(arrivals: Vec<Arrival>) -> Vec<u8> {
     let fill = |arrival: Arrival| {
         let object = arrival.chunk.seal_unpublished();
         assert_eq!(object.len(), CHUNK_BYTES);
@@ -50,7 +50,7 @@ pub fn filled(arrivals: Vec<Arrival>) -> Vec<u8> {
     arrivals.into_iter().map(fill).collect()
 }
 
-pub fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
+pub(crate) fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
     let due = Instant::now() + Duration::from_secs(60);
     while !is_so() {
         assert!(Instant::now() < due, "not within a minute: {what}");
@@ -59,7 +59,7 @@ pub fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
 }
 
 #[derive(Debug, Clone, Default, PartialEq)]
-pub enum Mood {
+pub(crate) enum Mood {
     #[default]
     Well,
     /// Answers nothing until it is woken.
@@ -72,7 +72,7 @@ pub enum Mood {
 type Delay = fn(usize) -> Duration;
 
 #[derive(Debug, Default)]
-pub struct Store {
+pub(crate) struct Store {
     values: Mutex<BTreeMap<String, Bytes>>,
     mood: Mutex<Mood>,
     delay: Mutex<Option<Delay>>,
@@ -85,40 +85,40 @@ pub struct Store {
 }
 
 impl Store {
-    pub fn set_mood(&self, mood: Mood) {
+    pub(crate) fn set_mood(&self, mood: Mood) {
         *self.mood.lock() = mood;
     }
 
-    pub fn wake(&self) {
+    pub(crate) fn wake(&self) {
         self.awake.notify_waiters();
     }
 
-    pub fn delay_gets(&self, delay: Delay) {
+    pub(crate) fn delay_gets(&self, delay: Delay) {
         self.gets.store(0, Ordering::Relaxed);
         *self.delay.lock() = Some(delay);
     }
 
-    pub fn num_calls(&self) -> usize {
+    pub(crate) fn num_calls(&self) -> usize {
         self.calls.load(Ordering::Relaxed)
     }
 
-    pub fn num_puts(&self) -> usize {
+    pub(crate) fn num_puts(&self) -> usize {
         self.puts.load(Ordering::Relaxed)
     }
 
-    pub fn most_gets_at_once(&self) -> usize {
+    pub(crate) fn most_gets_at_once(&self) -> usize {
         self.most_gets.load(Ordering::Relaxed)
     }
 
-    pub fn value(&self, name: &str) -> Option<Bytes> {
+    pub(crate) fn value(&self, name: &str) -> Option<Bytes> {
         self.values.lock().get(name).cloned()
     }
 
-    pub fn plant(&self, name: &str, value: Bytes) {
+    pub(crate) fn plant(&self, name: &str, value: Bytes) {
         self.values.lock().insert(name.to_owned(), value);
     }
 
-    pub fn is_empty(&self) -> bool {
+    pub(crate) fn is_empty(&self) -> bool {
         self.values.lock().is_empty()
     }
 

@@ -27,8 +27,8 @@ use self::address::{Address, Servers};
 use self::cluster::Cluster;
 use self::refusals::unexpected;
 use self::single::Single;
-use super::Server;
 use super::client::{Answer, Client, Finding, Page, Refusal};
+use super::{Credentials, Server};
 
 /// What a URL of a Redis or Valkey server begins with.
 pub const SCHEMES: [&str; 14] = [
@@ -52,8 +52,8 @@ pub const SCHEMES: [&str; 14] = [
 ///
 /// # Errors
 /// What is wrong with the URL or with a certificate file that it names, in words without its credentials.
-pub fn connect(url: &str, operations: usize) -> Result<Server, String> {
-    let address = Address::parse(url, |name| std::env::var(name).ok())?;
+pub fn connect(url: &str, operations: usize, credentials: &Credentials) -> Result<Server, String> {
+    let address = Address::parse(url, |name| credentials.get(name).cloned())?;
     let key_prefix = address.key_prefix.clone();
     Ok(Server {
         client: Arc::new(Redis::new(address, operations)?),
