@@ -26,7 +26,10 @@ impl Drop for Redis {
 }
 
 /// A server on a free port; `None` where none is installed.
-#[expect(clippy::disallowed_methods, reason = "whether a skip is allowed is no setting")]
+#[expect(
+    clippy::disallowed_methods,
+    reason = "whether a skip is allowed is no setting"
+)]
 fn redis() -> Option<Redis> {
     let port = TcpListener::bind("127.0.0.1:0")
         .expect("a port")
