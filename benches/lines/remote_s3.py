@@ -36,9 +36,8 @@ def run(bench: Bench) -> list[Result]:
         return rows
     server = s3_server.S3Server()
     try:
-        with s3_server.credentials():
-            for chunk_bytes in (1 << 20, 8 << 20):
-                rows += put_and_get(bench, _native, server, chunk_bytes)
+        for chunk_bytes in (1 << 20, 8 << 20):
+            rows += put_and_get(bench, _native, server, chunk_bytes)
     finally:
         server.kill()
     return rows
@@ -78,6 +77,7 @@ def put_and_get(bench: Bench, native: Any, server: Any, chunk_bytes: int) -> lis
     tier = native.Remote(
         server.url("bench"),
         pool,
+        credentials=s3_server.CREDENTIALS,
         operations=DEPTH,
         max_queued_bytes=2 * ROUND_BYTES,
         deadline_s=120.0,

@@ -69,6 +69,8 @@ def run(action: str, parsed: argparse.Namespace) -> int:
 @contextmanager
 def _opened(url: str) -> Iterator[list[Any]]:
     """The tiers on a server, one for each form of its values."""
+    from lmcache_rs.storage.remote import credentials
+
     native: Any = importlib.import_module("lmcache_rs._native")
     from lmcache_rs.storage.remote import credentials
 

@@ -88,7 +88,7 @@ def key(model: str, number: int) -> CacheEngineKey:
 
 
 KEYS = [key("a", 1), key("a", 2), key("b", 3)]
-PAYLOAD = bytes(range(250)) * 20
+PAYLOAD = bytes(at * at % 7 for at in range(5000))
 
 
 def fill(shelf: Shelf) -> dict[CacheEngineKey, str]:

@@ -23,7 +23,17 @@ FIRST_ASKED_S = 2.0
 
 
 CREDENTIALS = ("REDIS_USERNAME", "REDIS_PASSWORD", "REDISCLI_AUTH")
-"""Variables in which the native side looks for what a URL lacks."""
+OBJECT_STORES = ("AWS_", "AZURE_", "GOOGLE_")
+"""Variables in which the native side looks for what a URL lacks, and how others of them begin."""
+
+
+def credentials() -> dict[str, str]:
+    """What this process's variables say of credentials."""
+    return {
+        name: text
+        for name, text in os.environ.items()
+        if name in CREDENTIALS or name.startswith(OBJECT_STORES)
+    }
 
 
 def credentials() -> dict[str, str]:
@@ -36,7 +46,7 @@ class RemoteBackend(NativeTier):
 
     Args:
         url: Where the server is. It may hold credentials, and is not logged as it is; what it
-            lacks of them comes from the variables in `CREDENTIALS`.
+            lacks of them comes from variables (`credentials`).
         pool: Where chunks that are read are put.
         name: The tier's name in counters and logs.
         operations: Reads under way at a time; puts have half as many beside them.

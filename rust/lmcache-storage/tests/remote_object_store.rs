@@ -186,7 +186,7 @@ impl Server {
             "s3://kv/team?endpoint=http://127.0.0.1:{}&signature=none",
             self.port
         );
-        let found = connect(&url, 8).expect("a right URL");
+        let found = connect(&url, 8, &BTreeMap::new()).expect("a right URL");
         let options = Options {
             key_prefix: found.key_prefix,
             deadline: DEADLINE,
@@ -373,14 +373,18 @@ fn nobody_there_is_a_miss_and_health_says_so() {
     let port = listener.local_addr().expect("bound").port();
     drop(listener);
     let url = format!("s3://kv?endpoint=http://127.0.0.1:{port}&signature=none");
-    let found = connect(&url, 8).expect("a right URL");
+    let found = connect(&url, 8, &BTreeMap::new()).expect("a right URL");
     let tier = RemoteTier::open(found.client, Options::default(), pool(16)).expect("two threads");
     assert_eq!(tier.contains_prefix("model=m", &chain(1..4)), 0);
     let findings = tier.health(WITHIN);
     assert!(!findings[0].ok, "{findings:?}");
     assert!(findings[0].words.contains("unreachable"), "{findings:?}");
-    assert!(connect("s3://kv?endpoint=ftp://h", 8).is_err());
-    assert!(connect("ftp://kv", 8).expect_err("unknown").contains("s3"));
+    assert!(connect("s3://kv?endpoint=ftp://h", 8, &BTreeMap::new()).is_err());
+    assert!(
+        connect("ftp://kv", 8, &BTreeMap::new())
+            .expect_err("unknown")
+            .contains("s3")
+    );
 }
 
 #[test]

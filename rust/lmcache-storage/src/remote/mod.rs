@@ -104,7 +104,7 @@ pub fn connect(url: &str, operations: usize, credentials: &Credentials) -> Resul
     }
     #[cfg(feature = "object-store")]
     if object_store::SCHEMES.contains(&scheme) {
-        return object_store::connect(url);
+        return object_store::connect(url, credentials);
     }
     let known = known_schemes().join(", ");
     Err(format!(

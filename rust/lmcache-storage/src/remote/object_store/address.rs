@@ -1,5 +1,6 @@
 //! URLs of object stores.
 
+use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -10,6 +11,7 @@ use object_store::gcp::GoogleCloudStorageBuilder;
 use object_store::{BackoffConfig, ClientOptions, RetryConfig};
 use url::Url;
 
+use super::super::Credentials;
 use super::{MAX_HEADS, Objects};
 
 const CONNECT_WITHIN: Duration = Duration::from_secs(2);
@@ -137,36 +139,43 @@ impl Address {
 
     /// # Errors
     /// What the environment lacks, in words without credentials.
-    pub(super) fn open(&self) -> Result<Arc<dyn Objects>, String> {
+    pub(super) fn open(&self, credentials: &Credentials) -> Result<Arc<dyn Objects>, String> {
         let failed = |error: object_store::Error| {
             // The crate's words name settings, and quote the endpoint at most.
             let words = error.to_string();
             let words = words.rsplit(": ").next().unwrap_or_default().to_owned();
             format!("{} cannot be used: {words}", self.shown)
         };
+        let options = options(credentials.get("AWS_CA_BUNDLE"))?;
         Ok(match self.kind {
-            Kind::S3 => Arc::new(self.s3()?.build().map_err(failed)?),
-            Kind::Google => Arc::new(
-                GoogleCloudStorageBuilder::from_env()
-                    .with_bucket_name(&self.bucket)
-                    .with_client_options(options(false)?)
-                    .with_retry(retries())
-                    .build()
-                    .map_err(failed)?,
-            ),
-            Kind::Azure => Arc::new(
-                MicrosoftAzureBuilder::from_env()
-                    .with_container_name(&self.bucket)
-                    .with_client_options(options(false)?)
-                    .with_retry(retries())
-                    .build()
-                    .map_err(failed)?,
-            ),
+            Kind::S3 => Arc::new(self.s3(credentials, options).build().map_err(failed)?),
+            Kind::Google => {
+                let mut builder = GoogleCloudStorageBuilder::new();
+                for (key, value) in settings(credentials, "GOOGLE_") {
+                    builder = builder.with_config(key, value);
+                }
+                let builder = builder.with_bucket_name(&self.bucket);
+                let builder = builder.with_client_options(options);
+                Arc::new(builder.with_retry(retries()).build().map_err(failed)?)
+            }
+            Kind::Azure => {
+                let mut builder = MicrosoftAzureBuilder::new();
+                for (key, value) in settings(credentials, "AZURE_") {
+                    builder = builder.with_config(key, value);
+                }
+                let builder = builder.with_container_name(&self.bucket);
+                let builder = builder.with_client_options(options);
+                Arc::new(builder.with_retry(retries()).build().map_err(failed)?)
+            }
         })
     }
 
-    fn s3(&self) -> Result<AmazonS3Builder, String> {
-        let mut builder = AmazonS3Builder::from_env().with_bucket_name(&self.bucket);
+    fn s3(&self, credentials: &Credentials, options: ClientOptions) -> AmazonS3Builder {
+        let mut builder = AmazonS3Builder::new();
+        for (key, value) in settings(credentials, "AWS_") {
+            builder = builder.with_config(key, value);
+        }
+        builder = builder.with_bucket_name(&self.bucket);
         if let Some(endpoint) = &self.endpoint {
             // The one that goes before every other.
             builder = builder.with_config(AmazonS3ConfigKey::S3Endpoint, endpoint);
@@ -178,14 +187,25 @@ impl Address {
             .iter()
             .find_map(|key| builder.get_config_value(key));
         let is_plain = endpoint.is_some_and(|endpoint| endpoint.starts_with("http://"));
-        Ok(builder
+        builder
             .with_virtual_hosted_style_request(self.is_virtual_hosted)
             .with_skip_signature(!self.is_signed)
             // TLS guards the wire, and each object has its own sum: no second one over the whole payload.
             .with_unsigned_payload(true)
-            .with_client_options(options(is_plain)?)
-            .with_retry(retries()))
+            .with_client_options(options.with_allow_http(is_plain))
+            .with_retry(retries())
     }
+}
+
+/// The variables that the crate knows of a kind of store.
+fn settings<'a, K: FromStr>(
+    credentials: &'a Credentials,
+    prefix: &'a str,
+) -> impl Iterator<Item = (K, &'a str)> {
+    let ours = credentials
+        .iter()
+        .filter(move |(name, _)| name.starts_with(prefix));
+    ours.filter_map(|(name, value)| Some((name.to_ascii_lowercase().parse().ok()?, value.as_str())))
 }
 
 impl Kind {
@@ -198,19 +218,19 @@ impl Kind {
     }
 }
 
-/// Whatever the environment says, certificates are checked, and without a plain endpoint nothing is sent in the clear.
-fn options(is_plain: bool) -> Result<ClientOptions, String> {
+/// Whatever the environment says, certificates are checked, and nothing is sent in the clear. `authorities` is a file of
+/// more to trust.
+fn options(authorities: Option<&String>) -> Result<ClientOptions, String> {
     let mut options = ClientOptions::new()
-        .with_allow_http(is_plain)
+        .with_allow_http(false)
         .with_connect_timeout(CONNECT_WITHIN)
         // The tier has the deadlines.
         .with_timeout_disabled()
         .with_pool_idle_timeout(IDLE_FOR)
         .with_pool_max_idle_per_host(MAX_HEADS);
-    if let Some(path) = std::env::var_os("AWS_CA_BUNDLE") {
-        let shown = path.to_string_lossy().into_owned();
-        let unusable = |error: String| format!("AWS_CA_BUNDLE {shown} cannot be used: {error}");
-        let pem = std::fs::read(&path).map_err(|error| unusable(error.to_string()))?;
+    if let Some(path) = authorities {
+        let unusable = |error: String| format!("AWS_CA_BUNDLE {path} cannot be used: {error}");
+        let pem = std::fs::read(path).map_err(|error| unusable(error.to_string()))?;
         let certificates = Certificate::from_pem_bundle(&pem)
             .map_err(|_| unusable("it is no PEM file".to_owned()))?;
         for certificate in certificates {

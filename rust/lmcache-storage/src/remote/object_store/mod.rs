@@ -34,8 +34,8 @@ use object_store::{GetOptions, GetRange, GetResult, ObjectStore, ObjectStoreExt,
 use self::address::Address;
 use self::hints::Hints;
 use self::refusals::{is_absent, refusal};
-use super::Server;
 use super::client::{Answer, Client, Finding, Page, Refusal};
+use super::{Credentials, Server};
 
 /// What a URL of an object store begins with.
 pub const SCHEMES: [&str; 5] = ["s3", "s3a", "gs", "az", "azure"];
@@ -50,11 +50,11 @@ const PAGE_NAMES: usize = 1000;
 ///
 /// # Errors
 /// What is wrong with the URL or the environment, in words without credentials.
-pub fn connect(url: &str) -> Result<Server, String> {
+pub fn connect(url: &str, credentials: &Credentials) -> Result<Server, String> {
     let address = Address::parse(url)?;
     let key_prefix = address.key_prefix.clone();
     Ok(Server {
-        client: Arc::new(Store::new(address)?),
+        client: Arc::new(Store::new(address, credentials)?),
         key_prefix,
     })
 }
@@ -79,11 +79,11 @@ impl fmt::Debug for Store {
 }
 
 impl Store {
-    fn new(address: Address) -> Result<Self, String> {
+    fn new(address: Address, credentials: &Credentials) -> Result<Self, String> {
         // More than one provider may be compiled in, and then none is the default.
         let _ = rustls::crypto::ring::default_provider().install_default();
         Ok(Self {
-            objects: address.open()?,
+            objects: address.open(credentials)?,
             hints: Hints::default(),
             address,
         })

@@ -9,12 +9,14 @@
 //! | list | `SCAN` and a pipeline of `STRLEN` | 2 a page |
 //!
 //! Large values go over connections that nothing else uses meanwhile, so that a question is not answered behind
-//! one. A connection whose call was dropped is closed.
+//! one; past the driver where the socket is plain. A connection whose call was dropped is closed.
 
 mod address;
+mod buffers;
 mod cluster;
 mod refusals;
 mod single;
+mod wire;
 
 use std::fmt;
 use std::sync::Arc;
@@ -27,6 +29,7 @@ use self::address::{Address, Servers};
 use self::cluster::Cluster;
 use self::refusals::unexpected;
 use self::single::Single;
+use self::wire::Reply;
 use super::client::{Answer, Client, Finding, Page, Refusal};
 use super::{Credentials, Server};
 
@@ -132,6 +135,19 @@ impl Redis {
     }
 
     async fn range(&self, name: &str, bytes: u64) -> Result<Option<Bytes>, Refusal> {
+        if let Link::Single(single) = &self.link {
+            let end = bytes.saturating_sub(1).to_string();
+            let words = ["GETRANGE", name, "0", &end];
+            let command = words.map(|word| vec![Bytes::copy_from_slice(word.as_bytes())]);
+            match single.heavy(&command, bytes).await.transpose()? {
+                // No value of ours is empty.
+                Some(Reply::Bulk(found)) => return Ok(found.filter(|value| !value.is_empty())),
+                Some(Reply::Word(_)) => {
+                    return Err(Refusal::Protocol("GETRANGE is answered by a word".into()));
+                }
+                None => {}
+            }
+        }
         let mut cmd = redis::cmd("GETRANGE");
         cmd.arg(name).arg(0).arg(bytes.saturating_sub(1));
         match self.command(&cmd).await? {
@@ -158,6 +174,19 @@ impl Client for Redis {
         ttl: Option<Duration>,
     ) -> Answer<'a, ()> {
         Box::pin(async move {
+            let ttl = ttl.map(|ttl| (ttl.as_millis().max(1) as u64).to_string());
+            if let Link::Single(single) = &self.link {
+                let word = |word: &str| vec![Bytes::copy_from_slice(word.as_bytes())];
+                let mut command = vec![word("SET"), word(name), value.clone()];
+                if let Some(ttl) = &ttl {
+                    command.extend([word("PX"), word(ttl)]);
+                }
+                match single.heavy(&command, 0).await.transpose()? {
+                    Some(Reply::Word(done)) if done == "OK" => return Ok(()),
+                    Some(_) => return Err(Refusal::Protocol("SET is not answered by OK".into())),
+                    None => {}
+                }
+            }
             let len: usize = value.iter().map(Bytes::len).sum();
             let mut cmd = redis::cmd("SET");
             cmd.reserve_space_for_args([name.len(), len, 2, 20]);
@@ -172,7 +201,7 @@ impl Client for Redis {
             // Copied: the chunk's memory is free from here on.
             drop(value);
             if let Some(ttl) = ttl {
-                cmd.arg("PX").arg(ttl.as_millis().max(1) as u64);
+                cmd.arg("PX").arg(ttl);
             }
             match self.command(&cmd).await? {
                 Value::Okay => Ok(()),

@@ -2,13 +2,16 @@
 
 use std::fmt;
 
+use bytes::Bytes;
 use parking_lot::Mutex;
 use redis::aio::MultiplexedConnection;
 use redis::sentinel::{SentinelClient, SentinelClientBuilder, SentinelServerType};
 use redis::{AsyncConnectionConfig, Client, Cmd, Pipeline, RedisError, TlsCertificates, Value};
 
 use super::address::{CONNECT_WITHIN, Servers, plain_words};
+use super::buffers::Buffers;
 use super::refusals::refusal;
+use super::wire::{Failure, Reply, Wire, is_plain};
 use crate::remote::client::Refusal;
 
 enum Finder {
@@ -21,6 +24,8 @@ enum Finder {
 pub(super) struct Single {
     finder: Finder,
     idle: Mutex<Vec<MultiplexedConnection>>,
+    idle_wires: Mutex<Vec<Wire>>,
+    buffers: Buffers,
     max_idle: usize,
 }
 
@@ -83,6 +88,8 @@ impl Single {
         Ok(Self {
             finder,
             idle: Mutex::default(),
+            idle_wires: Mutex::default(),
+            buffers: Buffers::default(),
             max_idle: operations * 2,
         })
     }
@@ -129,10 +136,75 @@ impl Single {
         }
     }
 
+    /// One command with a large value in it or in its answer, past the driver; `None` where only the driver gets
+    /// there.
+    pub(super) async fn heavy(
+        &self,
+        arguments: &[Vec<Bytes>],
+        max_bytes: u64,
+    ) -> Option<Result<Reply, Refusal>> {
+        loop {
+            let idle = self.idle_wires.lock().pop();
+            let is_used = idle.is_some();
+            let mut wire = match idle {
+                Some(wire) => wire,
+                None => {
+                    let client = match self.client().await {
+                        Ok(client) => client,
+                        Err(refusal) => return Some(Err(refusal)),
+                    };
+                    let info = client.get_connection_info();
+                    if !is_plain(info) {
+                        return None;
+                    }
+                    match Wire::open(info, self.buffers.clone()).await {
+                        Ok(wire) => wire,
+                        Err(refusal) => return Some(Err(refusal)),
+                    }
+                }
+            };
+            // As with the driver's: not put back if this call is dropped here.
+            match wire.command(arguments, max_bytes).await {
+                Ok(reply) => {
+                    self.put_back_wire(wire);
+                    return Some(Ok(reply));
+                }
+                Err(Failure::Broken(_)) if is_used => self.idle_wires.lock().clear(),
+                Err(failure) => {
+                    // After a failover a server may only be read from: the next connection finds another.
+                    if let Failure::Refused { refusal, is_sound } = &failure
+                        && *is_sound
+                        && !matches!(refusal, Refusal::Denied(_))
+                    {
+                        self.put_back_wire(wire);
+                    }
+                    return Some(Err(failure.into_refusal()));
+                }
+            }
+        }
+    }
+
+    fn put_back_wire(&self, wire: Wire) {
+        let mut idle = self.idle_wires.lock();
+        if idle.len() < self.max_idle {
+            idle.push(wire);
+        }
+    }
+
     fn put_back(&self, connection: MultiplexedConnection) {
         let mut idle = self.idle.lock();
         if idle.len() < self.max_idle {
             idle.push(connection);
+        }
+    }
+
+    async fn client(&self) -> Result<Client, Refusal> {
+        match &self.finder {
+            Finder::Fixed(client) => Ok(client.clone()),
+            Finder::Sentinel(sentinels) => {
+                let found = sentinels.lock().await.async_get_client().await;
+                found.map_err(|error| refusal(&error))
+            }
         }
     }
 
@@ -141,14 +213,8 @@ impl Single {
             .set_connection_timeout(Some(CONNECT_WITHIN))
             // The tier has the deadline.
             .set_response_timeout(None);
-        let client = match &self.finder {
-            Finder::Fixed(client) => client.clone(),
-            Finder::Sentinel(sentinels) => {
-                let found = sentinels.lock().await.async_get_client().await;
-                found.map_err(|error| refusal(&error))?
-            }
-        };
-        let made = client.get_multiplexed_async_connection_with_config(&config);
+        let made = self.client().await?;
+        let made = made.get_multiplexed_async_connection_with_config(&config);
         made.await.map_err(|error| refusal(&error))
     }
 }

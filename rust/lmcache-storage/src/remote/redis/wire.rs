@@ -1,0 +1,277 @@
+//! Large values over a plain socket: sent from where they lie, and received where they stay. The driver copies
+//! each of them several times, which costs more than the network where that is fast.
+//!
+//! One command and one answer at a time; anything but what these commands answer is an error of the protocol.
+
+use std::io;
+use std::pin::Pin;
+
+use bytes::{BufMut as _, Bytes};
+use redis::{ConnectionAddr, ConnectionInfo};
+use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
+use tokio::net::{TcpStream, UnixStream};
+use tokio::time::timeout;
+
+use super::address::CONNECT_WITHIN;
+use super::buffers::Buffers;
+use super::refusals::refusal;
+use crate::remote::client::Refusal;
+
+/// Pieces up to this size are sent together with what is before them.
+const SMALL_BYTES: usize = 64 << 10;
+/// An answer's first line has no more.
+const MAX_LINE: usize = 4096;
+
+trait Socket: AsyncRead + AsyncWrite + Send {}
+impl<T: AsyncRead + AsyncWrite + Send> Socket for T {}
+
+/// One connection.
+pub(super) struct Wire {
+    socket: Pin<Box<dyn Socket>>,
+    buffers: Buffers,
+}
+
+/// What a command is answered by.
+#[derive(Debug, PartialEq)]
+pub(super) enum Reply {
+    /// `OK`, or another word.
+    Word(String),
+    /// Bytes, or nothing.
+    Bulk(Option<Bytes>),
+}
+
+/// Why there is no reply.
+pub(super) enum Failure {
+    /// The connection broke: a fresh one may fare better.
+    Broken(io::Error),
+    /// Any other reason; the connection is good only if it is an error that the server reports.
+    Refused { refusal: Refusal, is_sound: bool },
+}
+
+impl From<io::Error> for Failure {
+    fn from(error: io::Error) -> Self {
+        Self::Broken(error)
+    }
+}
+
+impl Failure {
+    fn protocol(found: impl Into<String>) -> Self {
+        Self::Refused {
+            refusal: Refusal::Protocol(found.into()),
+            is_sound: false,
+        }
+    }
+
+    pub(super) fn into_refusal(self) -> Refusal {
+        match self {
+            Self::Broken(error) => Refusal::Unreachable(error.to_string()),
+            Self::Refused { refusal, .. } => refusal,
+        }
+    }
+}
+
+/// Whether connections to this address can be ours.
+pub(super) fn is_plain(info: &ConnectionInfo) -> bool {
+    matches!(
+        info.addr(),
+        ConnectionAddr::Tcp(..) | ConnectionAddr::Unix(_)
+    )
+}
+
+impl Wire {
+    pub(super) async fn open(info: &ConnectionInfo, buffers: Buffers) -> Result<Self, Refusal> {
+        let opened = timeout(CONNECT_WITHIN, Self::greet(info, buffers)).await;
+        match opened {
+            Ok(outcome) => outcome.map_err(Failure::into_refusal),
+            Err(_) => Err(Refusal::Unreachable(format!(
+                "no connection within {CONNECT_WITHIN:?}"
+            ))),
+        }
+    }
+
+    async fn greet(info: &ConnectionInfo, buffers: Buffers) -> Result<Self, Failure> {
+        let socket: Pin<Box<dyn Socket>> = match info.addr() {
+            ConnectionAddr::Tcp(host, port) => {
+                let stream = TcpStream::connect((host.as_str(), *port)).await?;
+                stream.set_nodelay(true)?;
+                Box::pin(stream)
+            }
+            ConnectionAddr::Unix(path) => Box::pin(UnixStream::connect(path).await?),
+            _ => return Err(Failure::protocol("it is no plain socket")),
+        };
+        let mut wire = Self { socket, buffers };
+        let settings = info.redis_settings();
+        if let Some(password) = settings.password() {
+            let mut command = vec![Bytes::from_static(b"AUTH")];
+            let username = settings.username().map(str::to_owned);
+            command.extend(username.map(Bytes::from));
+            command.push(Bytes::from(password.to_owned()));
+            wire.ask(&command, 0).await?;
+        }
+        if settings.db() != 0 {
+            let db = Bytes::from(settings.db().to_string());
+            wire.ask(&[Bytes::from_static(b"SELECT"), db], 0).await?;
+        }
+        Ok(wire)
+    }
+
+    /// One command of whole arguments.
+    async fn ask(&mut self, arguments: &[Bytes], max_bytes: u64) -> Result<Reply, Failure> {
+        let split: Vec<Vec<Bytes>> = arguments.iter().map(|each| vec![each.clone()]).collect();
+        self.command(&split, max_bytes).await
+    }
+
+    /// One command of arguments in pieces; bytes that it is answered by are no more than `max_bytes`.
+    pub(super) async fn command(
+        &mut self,
+        arguments: &[Vec<Bytes>],
+        max_bytes: u64,
+    ) -> Result<Reply, Failure> {
+        let mut buffer = format!("*{}\r\n", arguments.len()).into_bytes();
+        for argument in arguments {
+            let len: usize = argument.iter().map(Bytes::len).sum();
+            buffer.extend_from_slice(format!("${len}\r\n").as_bytes());
+            for piece in argument {
+                if piece.len() <= SMALL_BYTES {
+                    buffer.extend_from_slice(piece);
+                } else {
+                    self.socket.write_all(&buffer).await?;
+                    buffer.clear();
+                    self.socket.write_all(piece).await?;
+                }
+            }
+            buffer.extend_from_slice(b"\r\n");
+        }
+        self.socket.write_all(&buffer).await?;
+        self.socket.flush().await?;
+        self.reply(max_bytes).await
+    }
+
+    async fn reply(&mut self, max_bytes: u64) -> Result<Reply, Failure> {
+        let mut read = Vec::with_capacity(MAX_LINE);
+        let end = loop {
+            if let Some(end) = read.windows(2).position(|two| two == b"\r\n") {
+                break end;
+            }
+            if read.len() >= MAX_LINE {
+                return Err(Failure::protocol("its answer has no end"));
+            }
+            let room = MAX_LINE - read.len();
+            if self.socket.read_buf(&mut (&mut read).limit(room)).await? == 0 {
+                return Err(Failure::Broken(io::ErrorKind::UnexpectedEof.into()));
+            }
+        };
+        let (line, rest) = (read[..end].to_vec(), &read[end + 2..]);
+        let text = || String::from_utf8_lossy(&line[1..]).into_owned();
+        match line.first() {
+            Some(b'$') => match text().parse::<i64>() {
+                Ok(-1) => Ok(Reply::Bulk(None)),
+                Ok(len) if len >= 0 && len.cast_unsigned() <= max_bytes => {
+                    self.bulk(len as usize, rest).await
+                }
+                _ => Err(Failure::protocol(
+                    "its answer has another length than can be",
+                )),
+            },
+            Some(b'+') if rest.is_empty() => Ok(Reply::Word(text())),
+            Some(b'-') if rest.is_empty() => {
+                let whole = [&line[..], b"\r\n"].concat();
+                let error = redis::parse_redis_value(&whole).and_then(redis::Value::extract_error);
+                Err(Failure::Refused {
+                    refusal: match error {
+                        Err(error) => refusal(&error),
+                        Ok(_) => Refusal::Protocol("its error is none".into()),
+                    },
+                    is_sound: true,
+                })
+            }
+            _ => Err(Failure::protocol("its answer is none of Redis's")),
+        }
+    }
+
+    async fn bulk(&mut self, len: usize, begin: &[u8]) -> Result<Reply, Failure> {
+        let due = len + 2;
+        if begin.len() > due {
+            return Err(Failure::protocol("it answers what nobody asked"));
+        }
+        let mut value = self.buffers.take(due);
+        value.extend_from_slice(begin);
+        while value.len() < due {
+            let room = due - value.len();
+            if self.socket.read_buf(&mut (&mut value).limit(room)).await? == 0 {
+                return Err(Failure::Broken(io::ErrorKind::UnexpectedEof.into()));
+            }
+        }
+        if value[len..] != *b"\r\n" {
+            return Err(Failure::protocol("its answer does not end where it should"));
+        }
+        value.truncate(len);
+        Ok(Reply::Bulk(Some(self.buffers.lend(value))))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What is made of an answer that comes in pieces of so many bytes.
+    fn reply_to(answer: &[u8], piece: usize, max_bytes: u64) -> Result<Reply, String> {
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .build()
+            .expect("a runtime");
+        runtime.block_on(async {
+            let (mut theirs, ours) = tokio::io::duplex(1 << 16);
+            let answer = answer.to_vec();
+            let sending = tokio::spawn(async move {
+                for part in answer.chunks(piece) {
+                    theirs.write_all(part).await.expect("room for all");
+                    tokio::task::yield_now().await;
+                }
+            });
+            let mut wire = Wire {
+                socket: Box::pin(ours),
+                buffers: Buffers::default(),
+            };
+            let reply = wire.reply(max_bytes).await;
+            sending.await.expect("no panic");
+            reply.map_err(|failure| failure.into_refusal().name().to_owned())
+        })
+    }
+
+    #[test]
+    fn an_answer_is_read_in_any_pieces_or_refused() {
+        let bulk = |bytes: &'static [u8]| Ok(Reply::Bulk(Some(Bytes::from_static(bytes))));
+        let refused = |name: &str| Err(name.to_owned());
+        for piece in [1, 2, 3, 100] {
+            let read = |answer: &[u8]| reply_to(answer, piece, 8);
+            assert_eq!(read(b"+OK\r\n"), Ok(Reply::Word("OK".into())));
+            assert_eq!(read(b"$-1\r\n"), Ok(Reply::Bulk(None)));
+            assert_eq!(read(b"$0\r\n\r\n"), bulk(b""));
+            assert_eq!(read(b"$5\r\na\r\nbc\r\n"), bulk(b"a\r\nbc"));
+            assert_eq!(read(b"-OOM no\r\n"), refused("full"));
+            assert_eq!(read(b"-ERR no\r\n"), refused("server"));
+            for wrong in [
+                &b"$9\r\n123456789\r\n"[..],
+                b"$-2\r\n",
+                b"$x\r\n",
+                b"$99999999999999999999\r\n",
+                b"$2\r\nabXY",
+                b"HTTP/1.1 400 Bad Request\r\n",
+                b"\r\n",
+                b":1\r\n",
+                b"*1\r\n$1\r\na\r\n",
+            ] {
+                assert_eq!(read(wrong), refused("protocol"), "{wrong:?}");
+            }
+            for cut in [&b""[..], b"+OK", b"$5\r\nab", b"$5\r\nabcde\r"] {
+                assert_eq!(read(cut), refused("unreachable"), "{cut:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_line_without_an_end_is_refused() {
+        let endless = vec![b'x'; 3 * MAX_LINE];
+        assert_eq!(reply_to(&endless, 1000, 8), Err("protocol".into()));
+    }
+}
