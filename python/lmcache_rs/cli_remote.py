@@ -72,8 +72,6 @@ def _opened(url: str) -> Iterator[list[Any]]:
     from lmcache_rs.storage.remote import credentials
 
     native: Any = importlib.import_module("lmcache_rs._native")
-    from lmcache_rs.storage.remote import credentials
-
     pool = native.LocalCpu(1 << 20, 1000)
     remotes: list[Any] = []
     try:

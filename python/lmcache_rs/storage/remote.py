@@ -36,11 +36,6 @@ def credentials() -> dict[str, str]:
     }
 
 
-def credentials() -> dict[str, str]:
-    """Those of `CREDENTIALS` that are set."""
-    return {name: os.environ[name] for name in CREDENTIALS if name in os.environ}
-
-
 class RemoteBackend(NativeTier):
     """A server, e.g. Redis or S3. Everything but the marshalling is native: see docs/remote.md.
 
