@@ -11,6 +11,7 @@ import pytest
 from lmcache_rs import CacheEngineKey, LMCacheEngineConfig, StorageManager
 from lmcache_rs.key import keys_of
 from lmcache_rs.storage import EventManager, EventStatus, EventType, StorageBackend
+from lmcache_rs.storage.prefetch import Room
 from lmcache_rs.storage.reads import MAX_KEPT, ReadLog, TierRead
 
 PAGE = 4096
@@ -201,6 +202,29 @@ def test_what_host_memory_has_does_not_count_for_the_tier_below_it() -> None:
     assert len(future.result(60)) == 1
     assert store.shelf.reads == []
     store.manager.close()
+
+
+@pytest.mark.parametrize(
+    ("chunk_pages", "is_closed", "expected"), [(1, False, 3), (6, False, 0), (1, True, 0)]
+)
+def test_of_more_than_there_is_room_for_none_is_read_and_all_are_counted(
+    store: Store, chunk_pages: int, is_closed: bool, expected: int
+) -> None:
+    # Half of 32 pages is what lookups lease.
+    room = Room(store.l1.local_cpu, chunk_pages * PAGE, is_closed=is_closed)
+    brought = store.manager.async_lookup_and_prefetch("r", store.keys, room=room).result(60)
+    assert (len(brought), brought.num_stored) == (expected, 3)
+    assert len(store.shelf.reads) == expected
+    del brought
+    store.manager.event_manager.pop_event(LOADING, "r")
+
+
+def test_what_no_memory_was_left_for_is_stored_all_the_same(store: Store) -> None:
+    held = store.manager.batched_allocate([PAGE] * 31)
+    assert held is not None
+    room = Room(store.l1.local_cpu, PAGE)
+    brought = store.manager.async_lookup_and_prefetch("r", store.keys, room=room).result(60)
+    assert (len(brought), brought.num_stored) == (1, 3)
 
 
 def test_reads_are_kept_with_their_tier_size_and_time_until_they_are_taken() -> None:

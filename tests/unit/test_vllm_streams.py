@@ -333,6 +333,8 @@ def test_a_request_that_has_gone_waits_for_no_read(loads: Loads) -> None:
     loads.assert_loaded(4 * CHUNK)
     loads.shelf.before_read = lambda: None
     loads.shelf.is_open.set()
+    loads.assert_idle()
+    loads.assert_loaded(4 * CHUNK)
     behind = loads.begin("behind", skip=4 * CHUNK)
     assert behind.wait(60_000)
     assert behind.outcome().end == NUM_CHUNKS * CHUNK
