@@ -291,8 +291,10 @@ class ChunkEngine:
         *,
         skip: int,
         end: int | None = None,
+        source: _native.LocalCpu | _native.RegionReader | None = None,
     ) -> Transfer[Loaded]:
-        """As `load_chunks`, without waiting for the copy; full chunks up to token `end`, if given.
+        """As `load_chunks`, without waiting for the copy; full chunks up to token `end`, if given;
+        out of another pool than the engine's own, if one is given.
 
         What is loaded is held when this returns, in place of the lease. The blocks must not be used
         until the copy is done.
@@ -301,7 +303,7 @@ class ChunkEngine:
         if end is not None:
             hashes = hashes[: end // self.chunk_size * HASH_BYTES]
         ticket = None
-        source = self.reads_from or self.local_cpu
+        source = source or self.reads_from or self.local_cpu
         if source is not None and not self._closed:
             ticket = registered.begin_load(
                 self._transfers,
