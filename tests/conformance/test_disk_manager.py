@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from tiers import chain
 
 from lmcache_rs import LMCacheEngineConfig, StorageManager, _native
+from lmcache_rs.storage import LocalDiskBackend
 
 
 def opened(path: Path, **settings: Any) -> StorageManager:
@@ -95,6 +97,29 @@ def test_the_settings_reach_the_disk(
     del found
     assert (given["threads"], given["direct"], given["sync"]) == (3, False, sync or False)
     assert store.close(20.0)
+
+
+def test_a_read_ends_at_its_deadline_with_the_prefix_that_came(tmp_path: Path) -> None:
+    payloads = [random.Random(number).randbytes(200_000) for number in range(20)]
+    keys = chain(*range(20))
+    store = opened(tmp_path)
+    put(store, payloads)
+    assert store.close(20.0)
+    pool = _native.LocalCpu(8 << 20, 1000)
+    for deadline_s in (0.0, 1e-4, 1e-3, 20.0):
+        tier = LocalDiskBackend([tmp_path], 1 << 27, pool, deadline_s=deadline_s)
+        found = tier.batched_get_blocking(keys)
+        came = [each.to_bytes() for each in found if each is not None]
+        assert came == payloads[: len(came)]
+        assert found[len(came) :] == [None] * (20 - len(came))
+        assert len(came) == 20 or tier.stats()["faults_deadline"] == 1
+        del found
+        assert tier.close(20.0)
+        # Whoever reads still when the tier ends has done so soon after.
+        due = time.monotonic() + 20.0
+        while pool.audit()["free_bytes"] < pool.capacity_bytes:
+            assert time.monotonic() < due
+    assert len(came) == 20
 
 
 def test_several_folders_and_file_urls_are_read(tmp_path: Path) -> None:
