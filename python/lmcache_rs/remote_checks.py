@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from lmcache_rs import doctor
 from lmcache_rs.config_keys import without_credentials
@@ -62,9 +62,11 @@ def _looked_at(name: str, tier: object, pool: LocalCpu) -> Iterator[Finding]:
     is_usable = True
     for what, is_right, words in tier.health(REACH_S):
         # The server's memory is its operator's: the engine misses nothing by it.
-        bad: Literal["note", "problem"] = "note" if what == "memory" else "problem"
-        is_usable = is_usable and (is_right or bad == "note")
+        verdict: doctor.Verdict = "note" if what == "memory" else "problem"
+        if is_right:
+            verdict = "ok"
+        is_usable = is_usable and verdict != "problem"
         change = "" if is_right else _CHANGES.get(what, "")
-        yield doctor.Finding(name, "ok" if is_right else bad, f"{what}: {words}", change)
+        yield doctor.Finding(name, verdict, f"{what}: {words}", change)
     if is_usable:
         yield doctor.self_test(name, tier, pool)
