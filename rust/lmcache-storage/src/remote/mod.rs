@@ -9,6 +9,8 @@
 //! by reason.
 
 mod breaker;
+#[cfg(any(feature = "redis", feature = "object-store"))]
+mod buffers;
 pub mod client;
 mod faults;
 pub mod name;

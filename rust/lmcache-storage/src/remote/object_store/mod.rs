@@ -34,6 +34,7 @@ use object_store::{GetOptions, GetRange, GetResult, ObjectStore, ObjectStoreExt,
 use self::address::Address;
 use self::hints::Hints;
 use self::refusals::{is_absent, refusal};
+use super::buffers::Buffers;
 use super::client::{Answer, Client, Finding, Page, Refusal};
 use super::{Credentials, Server};
 
@@ -67,6 +68,7 @@ impl<T: ObjectStore + PaginatedListStore> Objects for T {}
 struct Store {
     objects: Arc<dyn Objects>,
     hints: Hints,
+    buffers: Buffers,
     address: Address,
 }
 
@@ -85,6 +87,7 @@ impl Store {
         Ok(Self {
             objects: address.open(credentials)?,
             hints: Hints::default(),
+            buffers: Buffers::default(),
             address,
         })
     }
@@ -158,7 +161,7 @@ impl Store {
         if due > max_bytes {
             return Err(Refusal::TooLarge);
         }
-        let mut body = Vec::with_capacity(due as usize);
+        let mut body = self.buffers.take(due as usize);
         let mut pieces = answer.into_stream();
         while let Some(piece) = pieces.next().await {
             let piece = piece.map_err(|_| {
@@ -177,7 +180,7 @@ impl Store {
             let words = format!("an answer ended after {} of {due} bytes", body.len());
             return Err(Refusal::Unreachable(words));
         }
-        Ok(body.into())
+        Ok(self.buffers.lend(body))
     }
 
     async fn read(

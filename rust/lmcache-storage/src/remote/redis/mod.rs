@@ -12,7 +12,6 @@
 //! one; past the driver where the socket is plain. A connection whose call was dropped is closed.
 
 mod address;
-mod buffers;
 mod cluster;
 mod refusals;
 mod single;

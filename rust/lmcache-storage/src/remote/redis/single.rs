@@ -8,8 +8,8 @@ use redis::aio::MultiplexedConnection;
 use redis::sentinel::{SentinelClient, SentinelClientBuilder, SentinelServerType};
 use redis::{AsyncConnectionConfig, Client, Cmd, Pipeline, RedisError, TlsCertificates, Value};
 
+use super::super::buffers::Buffers;
 use super::address::{CONNECT_WITHIN, Servers, plain_words};
-use super::buffers::Buffers;
 use super::refusals::refusal;
 use super::wire::{Failure, Reply, Wire, is_plain};
 use crate::remote::client::Refusal;

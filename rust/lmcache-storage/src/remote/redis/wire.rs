@@ -12,8 +12,8 @@ use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
 use tokio::net::{TcpStream, UnixStream};
 use tokio::time::timeout;
 
+use super::super::buffers::Buffers;
 use super::address::CONNECT_WITHIN;
-use super::buffers::Buffers;
 use super::refusals::refusal;
 use crate::remote::client::Refusal;
 
