@@ -11,7 +11,7 @@ use lmcache_core::hash::ChunkHash;
 use lmcache_memory::local_cpu::LocalCpu;
 use lmcache_storage::backend::Backend;
 use lmcache_storage::remote::client::Refusal;
-use lmcache_storage::remote::{Options, RemoteTier};
+use lmcache_storage::remote::{Options, RemoteTier, Serde};
 
 use remote_memory::{CHUNK_BYTES, Mood, Store, chain, chunks, filled, pool, wait_until};
 
@@ -298,6 +298,47 @@ fn a_clear_that_could_not_be_done_is_done_before_the_next_read() {
             !store.is_empty()
         });
     }
+}
+
+#[test]
+fn a_clear_that_the_server_refuses_leaves_the_tier_in_use() {
+    let (tier, store, _) = tier(options());
+    put(&tier, NS, &chain([1]));
+    for prefix in [None, Some("model=m"), Some("model=m")] {
+        store.set_mood(Mood::Refusing(Refusal::Denied("no SCAN".into())));
+        assert_eq!(tier.clear(prefix), 0);
+        store.set_mood(Mood::Well);
+        assert_eq!(tier.contains_prefix(NS, &chain([1])), 1);
+        assert_eq!(filled(tier.get(NS, &chain([1]), WITHIN)), [1]);
+    }
+    assert_eq!(stat(&tier, "faults_not_cleared"), 3);
+    assert_eq!(stat(&tier, "outages"), 0);
+    put(&tier, NS, &chain([2]));
+    assert_eq!(store.num_puts(), 2);
+}
+
+#[test]
+fn a_value_that_cannot_be_read_keeps_no_other_from_being_cleared() {
+    let (tier, store, pool) = tier(options());
+    put(&tier, "model=a@world=1", &chain([1, 2, 3]));
+    put(&tier, "model=b@world=1", &chain([4]));
+    store.spoil(&tier.name_of("model=b@world=1", chain([4])[0]));
+    let other = RemoteTier::open(Arc::clone(&store) as _, options(), pool).expect("two threads");
+    assert_eq!(other.clear(Some("model=a")), 3);
+    assert_eq!(stat(&other, "faults_server"), 1);
+}
+
+#[test]
+fn what_is_too_large_unpacked_is_not_sent_packed() {
+    let options = Options {
+        max_value_bytes: CHUNK_BYTES as u64 / 2,
+        serde: Serde::Lossless,
+        ..options()
+    };
+    let (tier, store, _) = tier(options);
+    put(&tier, NS, &chain([1]));
+    assert_eq!(store.num_puts(), 0);
+    assert_eq!(stat(&tier, "faults_too_large"), 1);
 }
 
 #[test]

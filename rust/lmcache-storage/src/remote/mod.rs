@@ -464,9 +464,10 @@ impl Shared {
         self.learn(verb, &outcome);
         if matches!(verb, "contains" | "get") {
             match &outcome {
-                Ok(_) => self.read_hold.note_taken(),
+                // Who may only ask what is there may read nothing.
+                Ok(_) if verb == "get" => self.read_hold.note_taken(),
                 Err(Refusal::Denied(_)) => self.read_hold.note_refused(),
-                Err(_) => {}
+                _ => {}
             }
         }
         outcome.ok()
@@ -501,7 +502,11 @@ impl Shared {
         if self.is_closed.load(Ordering::Relaxed) {
             return 0;
         }
-        self.owed.lock().push(sweep.clone());
+        let mut owed = self.owed.lock();
+        if !owed.contains(&sweep) {
+            owed.push(sweep.clone());
+        }
+        drop(owed);
         let due = Instant::now() + SWEEP_WITHIN;
         self.line
             .withdraw(self.options.deadline, |_, namespace| sweep.takes(namespace));

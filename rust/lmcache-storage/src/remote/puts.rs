@@ -218,6 +218,10 @@ impl Put {
         if !shared.takes_puts() {
             return add(&shared.counts.dropped_chunks, 1);
         }
+        // Packed it may be smaller, and is not read all the same.
+        if self.bytes > shared.options.max_value_bytes {
+            return self.is_too_large(self.bytes);
+        }
         let Some(pieces) = self.value() else {
             let found = "its description is larger than a header may be";
             shared.faults.note("put", Defect::Malformed.name(), found);
@@ -225,11 +229,7 @@ impl Put {
         };
         let bytes: u64 = pieces.iter().map(|piece| piece.len() as u64).sum();
         if bytes > shared.options.max_value_bytes {
-            let most = shared.options.max_value_bytes;
-            let found =
-                format!("a value of {bytes} bytes where {most} is the most; make chunks smaller");
-            shared.faults.note("put", Refusal::TooLarge.name(), &found);
-            return add(&shared.counts.dropped_chunks, 1);
+            return self.is_too_large(bytes);
         }
         let ttl = shared.options.ttl;
         let outcome = shared.ask(shared.client.put(&self.name, pieces, ttl)).await;
@@ -248,6 +248,15 @@ impl Put {
             let removed = shared.ask(shared.client.remove(&name)).await;
             shared.learn("remove", &removed);
         }
+    }
+
+    fn is_too_large(&self, bytes: u64) {
+        let shared = &self.shared;
+        let most = shared.options.max_value_bytes;
+        let found =
+            format!("a value of {bytes} bytes where {most} is the most; make chunks smaller");
+        shared.faults.note("put", Refusal::TooLarge.name(), &found);
+        add(&shared.counts.dropped_chunks, 1);
     }
 
     fn value(&self) -> Option<Vec<bytes::Bytes>> {

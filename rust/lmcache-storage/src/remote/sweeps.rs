@@ -1,5 +1,5 @@
 //! What is to be forgotten is forgotten, even if the server is out of reach when that is asked: until it is done,
-//! nothing is read.
+//! nothing is read. What a server that is reached does not let us forget stays, and is said to stay.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -33,24 +33,22 @@ impl Sweep {
 }
 
 impl Shared {
-    /// Does one sweep that is owed; how many chunks went. What came to nothing stays owed, and is done when the
-    /// server is back.
+    /// Does one sweep that is owed; how many chunks went. While the server is out of reach it stays owed, and is
+    /// done when it is back. What the server refuses would be refused again: it is owed no more, for a tier that
+    /// waited for it would never serve again.
     pub(super) async fn pay(self: &Arc<Self>, sweep: &Sweep) -> Option<usize> {
         let swept = self.sweep(sweep).await;
         self.learn("clear", &swept);
-        match swept {
-            Ok(count) => {
-                let mut owed = self.owed.lock();
-                if let Some(at) = owed.iter().position(|each| each == sweep) {
-                    owed.remove(at);
-                }
-                Some(count)
-            }
-            Err(_) => {
-                self.probe();
-                None
-            }
+        if swept.as_ref().is_err_and(Refusal::is_outage) {
+            self.probe();
+            return None;
         }
+        self.owed.lock().retain(|each| each != sweep);
+        if let Err(refusal) = &swept {
+            let found = format!("chunks stay, and are served: {refusal}");
+            self.faults.note("clear", "not_cleared", &found);
+        }
+        Some(swept.unwrap_or(0))
     }
 
     async fn sweep(&self, sweep: &Sweep) -> Result<usize, Refusal> {
@@ -68,14 +66,21 @@ impl Shared {
                 let verdict = match (sweep, verdicts.get(&digest)) {
                     (Sweep::All, _) => true,
                     (_, Some(verdict)) => *verdict,
-                    _ => match self.namespace_of(&name, &digest).await? {
-                        Some(namespace) => {
+                    _ => match self.namespace_of(&name, &digest).await {
+                        Ok(Some(namespace)) => {
                             let verdict = sweep.takes(&namespace);
                             verdicts.insert(digest, verdict);
                             verdict
                         }
                         // Nobody could use it anyway.
-                        None => true,
+                        Ok(None) => true,
+                        Err(refusal) if refusal.is_outage() => return Err(refusal),
+                        // What cannot be read is none of ours, and keeps no other from going.
+                        Err(refusal) => {
+                            let found = format!("{name} is left where it is: {refusal}");
+                            self.faults.note("clear", refusal.name(), &found);
+                            false
+                        }
                     },
                 };
                 if verdict {

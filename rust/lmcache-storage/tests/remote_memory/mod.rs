@@ -74,6 +74,8 @@ type Delay = fn(usize) -> Duration;
 #[derive(Debug, Default)]
 pub(crate) struct Store {
     values: Mutex<BTreeMap<String, Bytes>>,
+    /// What begins of this name cannot be read.
+    spoilt: Mutex<Option<String>>,
     mood: Mutex<Mood>,
     delay: Mutex<Option<Delay>>,
     awake: Notify,
@@ -116,6 +118,10 @@ impl Store {
 
     pub(crate) fn plant(&self, name: &str, value: Bytes) {
         self.values.lock().insert(name.to_owned(), value);
+    }
+
+    pub(crate) fn spoil(&self, name: &str) {
+        *self.spoilt.lock() = Some(name.to_owned());
     }
 
     pub(crate) fn is_empty(&self) -> bool {
@@ -181,6 +187,9 @@ impl Client for Store {
     fn begin<'a>(&'a self, name: &'a str, max_bytes: u64) -> Answer<'a, Option<Bytes>> {
         Box::pin(async move {
             self.react(false).await?;
+            if self.spoilt.lock().as_deref() == Some(name) {
+                return Err(Refusal::Server("no range of nothing".into()));
+            }
             let value = self.value(name);
             Ok(value.map(|value| value.slice(..value.len().min(max_bytes as usize))))
         })
