@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, ClassVar
 
 import pytest
@@ -346,10 +347,8 @@ def test_a_tier_that_hangs_is_given_up_on_with_all_who_wait_for_it(
     loads: Loads, reason: str
 ) -> None:
     shut(loads)
-    if reason == "no window for too long":
-        loads.streams._stall_s, within_s = 0.2, 1e9
-    else:
-        within_s = 0.2
+    loads.streams._stall_s = 0.2 if reason == "no window for too long" else 1.0
+    within_s = 1e9 if reason == "no window for too long" else 0.2
     first, second = loads.begin("first", within_s=within_s), loads.begin("second")
 
     def are_done() -> bool:
@@ -370,6 +369,103 @@ def test_a_tier_that_hangs_is_given_up_on_with_all_who_wait_for_it(
     again = loads.begin("again")
     assert again.wait(60_000)
     assert again.outcome().end == NUM_CHUNKS * CHUNK
+
+
+def test_a_request_that_goes_while_its_read_hangs_leaves_nobody_waiting_behind_it(
+    loads: Loads,
+) -> None:
+    shut(loads)
+    loads.streams._stall_s = 0.2
+    gone, behind = loads.begin("gone"), loads.begin("behind")
+    until(lambda: not loads.shelf.is_open.is_set())
+    loads.streams.stop("gone")
+
+    def is_done() -> bool:
+        loads.streams.poll()
+        return behind.is_done()
+
+    until(is_done)
+    assert not loads.shelf.is_open.is_set(), "the read has not come back"
+    assert gone.is_done()
+    assert behind.outcome().end == 0
+    assert loads.streams.counts["given_up_streams"] == 1
+    loads.shelf.before_read = lambda: None
+    loads.shelf.is_open.set()
+    loads.assert_idle()
+
+
+def test_a_slow_copy_is_no_tier_that_hangs(loads: Loads) -> None:
+    for first, end in ((0, 8), (8, 10)):
+        loads.engine.begin_store_chunks(NAMESPACE, HASHES[: end * 32], FROM, first=first).wait()
+    loads.engine._transfers.close()
+    # A chunk takes a twentieth of a second, and all that memory holds half a second.
+    loads.engine._transfers = _native.TransferQueue(20 * BLOCK_BYTES * 4)
+    loads.streams._stall_s = 0.2
+    first, second = loads.begin("first"), loads.begin("second")
+
+    def are_done() -> bool:
+        loads.streams.poll()
+        return first.is_done() and second.is_done()
+
+    until(are_done)
+    assert first.outcome().end == second.outcome().end == NUM_CHUNKS * CHUNK
+    assert loads.streams.counts["given_up_streams"] == 0
+
+
+def finished(loads: Loads, name: str) -> None:
+    """The worker half says that a load is over."""
+
+    def is_over() -> bool:
+        return name in loads.worker.take_finished_loads()[0]
+
+    until(is_over)
+
+
+def test_what_a_stream_did_not_come_to_stays_in_host_memory(
+    loads: Loads, caplog: pytest.LogCaptureFixture
+) -> None:
+    loads.engine.begin_store_chunks(NAMESPACE, HASHES[: 6 * 32], FROM).wait()
+    shut(loads, at=7)
+    held = partial(loads.pool.longest_prefix, NAMESPACE, HASHES)
+    for name in ("a", "b"):
+        loads.worker._async_loads.begin(request(name), loads.worker._begin_load)
+    until(lambda: not loads.shelf.is_open.is_set())
+    loads.streams.stop("b")
+    finished(loads, "b")
+    assert held() == 6
+    # And where none can begin, what memory holds is loaded.
+    loads.streams._turns.is_stuck = True
+    loads.worker._async_loads.begin(request("c"), loads.worker._begin_load)
+    finished(loads, "c")
+    assert f"request c ended at token {6 * CHUNK}" in caplog.text
+    assert held() == 6
+    loads.shelf.before_read = lambda: None
+    loads.shelf.is_open.set()
+    finished(loads, "a")
+
+
+def test_a_chunk_that_memory_could_not_give_leaves_it(loads: Loads) -> None:
+    loads.engine.begin_store_chunks(NAMESPACE, HASHES[: 2 * 32], FROM).wait()
+    begin = loads.engine.begin_load_chunks
+
+    def begin_short(lookup_id: str, *rest: Any, **more: Any) -> Any:
+        if "source" in more:
+            loads.streams.staging.pool.clear()
+        return begin(lookup_id, *rest, **more)
+
+    loads.engine.begin_load_chunks = begin_short  # type: ignore[method-assign]
+    stream = loads.begin()
+    assert stream.wait(60_000)
+    assert stream.is_torn
+    assert stream.outcome().end == 2 * CHUNK
+    loads.assert_idle()
+
+
+def test_no_more_is_promised_than_was_asked_for() -> None:
+    asked = AskedPrefetches(60.0, {ONLY_RANK})
+    assert asked.is_pending("r", NAMESPACE, HASHES)
+    asked.done(ONLY_RANK, {"r"}, {"r": NUM_CHUNKS + 7})
+    assert asked.streamable("r") == NUM_CHUNKS
 
 
 def test_one_at_a_time_holds_windows_and_the_others_come_in_turn(loads: Loads) -> None:
@@ -408,7 +504,7 @@ def test_a_close_in_the_middle_lets_nothing_be_written_any_more(loads: Loads) ->
 
 
 def test_a_share_has_two_chunks_at_least_and_leaves_one_to_the_pool() -> None:
-    assert [share_of(chunks) for chunks in (0, 1, 2, 3, 4, 16, 24, 64)] == [0, 0, 1, 2, 2, 2, 3, 8]
+    assert [share_of(chunks) for chunks in (0, 1, 2, 3, 4, 16, 24, 64)] == [0, 0, 0, 2, 2, 2, 3, 8]
     assert share_of(10**6) == MOST_SHARE_CHUNKS
 
 

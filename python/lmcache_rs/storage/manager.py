@@ -614,7 +614,8 @@ class StorageManager:
                 rest = keys[position:]
                 if backend is not self._local:
                     rest = self._up_to_local(rest, tiers)
-                count = backend.batched_contains(rest)
+                # A tier of somebody's own may count what it was not asked for.
+                count = min(backend.batched_contains(rest), len(rest))
                 if count >= max(1, least_chunks.get(name, 1)):
                     mapping.setdefault(name, []).extend(range(position, position + count))
                     position += count

@@ -211,7 +211,9 @@ class AskedPrefetches:
         asked = self._asked.get(req_id)
         if asked is None or asked.awaited or not 0 < asked.streamable < _NONE_ASKED:
             return 0
-        return asked.wanted.first + asked.streamable
+        # Never more than was asked for: vLLM stops where a promise is longer than its prompt.
+        asked_chunks = len(asked.wanted.hashes) // HASH_BYTES
+        return min(asked.wanted.first + asked.streamable, asked_chunks)
 
     def stop_stream(self, req_id: str) -> None:
         """The request has gone, and may be waiting for a stream."""

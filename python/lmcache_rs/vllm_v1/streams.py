@@ -8,8 +8,8 @@ blocks, and then let go of. What L1 has is copied from there, and not read.
 One stream at a time holds windows; the others wait in turn. Nothing of what is promised here is
 certain: a chunk may have left its tier, or the tier may hang. So a stream ends where the first
 chunk is missing, at its deadline, when no window comes for too long, or when its request has gone;
-what it has not copied by then is reported as failed, and vLLM computes it. While a read that was
-given up on has not come back, no other stream begins.
+what it has not copied by then is reported as failed, and vLLM computes it. While a read that took
+too long has not come back, no other stream begins; copies may take their time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -45,7 +45,8 @@ SHARE_OF_POOL = 8
 def share_of(pool_chunks: int) -> int:
     """Chunks that are kept free for streams, of a pool of so many: one is left to it at least."""
     wanted = min(MOST_SHARE_CHUNKS, max(LEAST_SHARE_CHUNKS, pool_chunks // SHARE_OF_POOL))
-    return max(0, min(wanted, pool_chunks - 1))
+    # Less would hold one window, and the next one is read while that is copied.
+    return wanted if wanted < pool_chunks else 0
 
 
 @dataclass
@@ -98,14 +99,22 @@ class Stream:
         self._loaded = Loaded(self.skip, 0, 0)
         self._over = threading.Event()
         # From its turn on.
-        self._due = self._stalls_at = math.inf
-        self._stall_s = math.inf
+        self._due = math.inf
+        # While a read is out, whatever has become of the stream: those behind it wait for it.
+        self._read_due = math.inf
 
-    def begin(self, stall_s: float) -> None:
-        """Its turn has come; `stall_s` is how long a window may take."""
-        now = time.monotonic()
-        self._stall_s = stall_s
-        self._due, self._stalls_at = now + self.spec.within_s, now + stall_s
+    def begin(self) -> None:
+        """Its turn has come."""
+        self._due = time.monotonic() + self.spec.within_s
+
+    @contextlib.contextmanager
+    def reading(self, stall_s: float) -> Iterator[None]:
+        """Within it a window is read, which may take so many seconds."""
+        self._read_due = time.monotonic() + stall_s
+        try:
+            yield
+        finally:
+            self._read_due = math.inf
 
     @property
     def first(self) -> int:
@@ -116,6 +125,11 @@ class Stream:
     def has_ended(self) -> bool:
         """Whether no more copies begin."""
         return self._has_ended
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether a chunk that was held was none after all: that at its end."""
+        return self._is_torn
 
     @property
     def end(self) -> int:
@@ -135,7 +149,6 @@ class Stream:
                 return False
             copy = _Copy(first * self._chunk_size, due * self._chunk_size, begin())
             self._copies.append(copy)
-            self._stalls_at = time.monotonic() + self._stall_s
             return True
 
     def wait_for_copies(self, most: int) -> None:
@@ -156,16 +169,24 @@ class Stream:
 
     def is_late(self) -> bool:
         """Whether it has not ended in time."""
-        now = time.monotonic()
-        return not self._has_ended and (now >= self._due or now >= self._stalls_at)
+        return not self._has_ended and time.monotonic() >= self._due
+
+    def is_stalled(self) -> bool:
+        """Whether its read takes too long."""
+        return time.monotonic() >= self._read_due
 
     # --- as a transfer ------------------------------------------------------------------------
 
     def is_done(self) -> bool:
-        """Whether nothing of it writes any more."""
-        with self._lock:
+        """Whether nothing of it writes any more. Not known while a copy begins, which may take as
+        long as the copy: nobody waits for that here."""
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
             self._settle()
             return self._over.is_set()
+        finally:
+            self._lock.release()
 
     def wait(self, timeout_ms: int | None = None) -> bool:
         """Returns once it is done, or after `timeout_ms`; whether it is."""
@@ -305,11 +326,14 @@ class Streams:
 
     def _give_up_late(self) -> None:
         current = self._turns.current
-        if current is None or not current.is_late():
+        if current is None or self._turns.is_stuck:
             return
-        # Those behind it would wait for the same tier, and for this read first.
-        self._turns.is_stuck = True
-        for stream in self._all():
+        late = [current] if current.is_late() else []
+        if current.is_stalled():
+            # Those behind it would wait for the same tier, and for this read first.
+            self._turns.is_stuck = True
+            late = [stream for stream in self._all() if not stream.has_ended]
+        for stream in late:
             self.counts["given_up_streams"] += 1
             stream.finish()
 
@@ -346,7 +370,7 @@ class Streams:
                     continue
                 stream = self._turns.waiting.popleft()
                 self._turns.current = stream
-                stream.begin(self._stall_s)
+                stream.begin()
             try:
                 with self._on_device():
                     self._run(stream)
@@ -355,8 +379,15 @@ class Streams:
             finally:
                 stream.finish()
                 stream.wait_for_copies(0)
+                self._forget_torn(stream)
                 with self._lock:
                     self._turns.current, self._turns.is_stuck = None, False
+
+    def _forget_torn(self, stream: Stream) -> None:
+        """What host memory had and could not give leaves it, so as not to be promised again."""
+        at, pool = stream.end // self._engine.chunk_size, self._engine.local_cpu
+        if stream.is_torn and pool is not None and at < len(stream.keys):
+            pool.remove(stream.keys[at].namespace, stream.keys[at].chunk_hash)
 
     def _on_device(self) -> contextlib.AbstractContextManager[Any]:
         if self._behind is None:
@@ -378,7 +409,8 @@ class Streams:
                 is_begun = stream.copy(at, end, partial(self._copy, stream, at, end))
             else:
                 refused = stream.spec.refused_tiers
-                end = at + self._staging.read(stream.req.req_id, window, refused)
+                with stream.reading(self._stall_s):
+                    end = at + self._staging.read(stream.req.req_id, window, refused)
                 if end == at:
                     return
                 try:

@@ -288,8 +288,10 @@ class LMCacheWorkerHalf:
         hashes = req.hashes[: end // self._config.chunk_size * HASH_BYTES]
         if self._engine is None or not self._engine.is_healthy() or not hashes:
             return None
-        if req.load_spec.stream is not None:
-            return self._tiers.begin_stream(req)
+        stream = None if req.load_spec.stream is None else self._tiers.begin_stream(req)
+        if stream is not None:
+            return stream
+        # Where a stream cannot begin, there is what host memory holds.
         # The owner puts its own place into the name.
         name = self._names.of(req.namespace) if self._owners is None else req.namespace
         return self._engine.begin_load_chunks(req.req_id, name, hashes, req.block_ids, skip=skip)
@@ -347,8 +349,9 @@ class LMCacheWorkerHalf:
             self._failed_async_block_ids |= failed
         if self._engine is not None and self._engine.local_cpu is not None:
             # What failed leaves the index before it is reported, or it would be promised again.
+            # A stream may end at a chunk that was never read, and forgets by itself what was torn.
             at = loaded_end // self._config.chunk_size * HASH_BYTES
-            if at < len(req.hashes):
+            if at < len(req.hashes) and req.load_spec.stream is None:
                 failed_hash = req.hashes[at : at + HASH_BYTES]
                 self._engine.local_cpu.remove(self._names.of(req.namespace), failed_hash)
             if not self._num_readers:
