@@ -17,6 +17,7 @@ from test_manager import L1, Spy, assert_all_free, forget_in_l1, got, manager, p
 from tiers import DEADLINE_S, PAGE, DictBackend, chain, key
 
 from lmcache_rs import CacheEngineKey, StorageManager
+from lmcache_rs._native import LocalCpu
 from lmcache_rs.layouts import MemoryFormat, StoredForm
 from lmcache_rs.storage.record import ChunkRecord
 from lmcache_rs.storage.tier import Arrival, BackendTier
@@ -466,8 +467,10 @@ def test_a_close_between_reading_and_publishing_is_a_miss(monkeypatch: pytest.Mo
     assert isinstance(tier, BackendTier)
     fetch = tier.fetch
 
-    def fetch_and_close(keys: Sequence[CacheEngineKey]) -> list[Arrival]:
-        arrived = fetch(keys)
+    def fetch_and_close(
+        keys: Sequence[CacheEngineKey], into: LocalCpu | None = None
+    ) -> list[Arrival]:
+        arrived = fetch(keys, into)
         store.close(DEADLINE_S)
         return arrived
 
