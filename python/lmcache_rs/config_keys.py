@@ -136,14 +136,30 @@ def split_urls(text: str) -> list[str]:
     return [url for url in urls if url]
 
 
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*")
+# A host without a port, or with one; what else holds a colon may be a user and a password.
+_HOST = re.compile(r"(\[[^\]]*\]|[^:\[\]]*[^:\[\]])?(:[0-9]{1,5})?")
+
+
 def without_credentials(text: str) -> str:
-    """The URLs without what stands before an `@` and behind a `?`, which nobody need see."""
-    shown = []
-    for url in split_urls(text):
-        scheme, found, rest = url.partition("://")
-        authority, slash, path = rest.partition("?")[0].rpartition("@")[2].partition("/")
-        shown.append(f"{scheme}{found}{authority}{slash}{path}" if found else "a text without ://")
-    return ", ".join(shown)
+    """The URLs without what stands before an `@` and behind a `?`, which nobody need see.
+
+    One whose credentials may be elsewhere, since their `?` or `@` is not escaped or the host was
+    forgotten, is shown as its scheme alone.
+    """
+    return ", ".join(_without_credentials(url) for url in split_urls(text))
+
+
+def _without_credentials(url: str) -> str:
+    scheme, found, rest = url.partition("://")
+    if not found or not _SCHEME.fullmatch(scheme):
+        return "a text without ://"
+    where, _, query = rest.partition("?")
+    where = where.rpartition("@")[2]
+    hosts = where.partition("/")[0].split(",")
+    if "@" in query or not all(_HOST.fullmatch(host) for host in hosts):
+        return f"{scheme}://..."
+    return f"{scheme}://{where}"
 
 
 def _remote_url(value: str) -> tuple[str, str | None]:

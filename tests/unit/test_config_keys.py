@@ -16,7 +16,13 @@ from lmcache_rs.config import (
     LMCacheEngineConfig,
     disabled_by_environment,
 )
-from lmcache_rs.config_keys import CACHE_POLICIES, HONOURED, LEGACY_NAMES, LMCACHE_ONLY
+from lmcache_rs.config_keys import (
+    CACHE_POLICIES,
+    HONOURED,
+    LEGACY_NAMES,
+    LMCACHE_ONLY,
+    without_credentials,
+)
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "configuration.md"
 
@@ -247,6 +253,15 @@ def test_urls_are_split_and_their_hosts_are_not(text: str, urls: list[str]) -> N
         "redis://h?user=me&pass=hunter2",
         "redis://a,redis-cluster://:hunter2@b:1,c:2?pass=hunter2",
         "unix:///run/redis.sock?pass=hunter2",
+        "redis://:hunt?er2@h:6379",
+        "redis://me@hunt:hunt?er2@h:6379",
+        "redis://h?pass=a@hunter2",
+        "redis://me:hunter2",
+        "redis://me:hunter2/0",
+        "redis://:hunter2",
+        "redis://a:1,me:hunter2",
+        "redis://:a,b://hunter2@h",
+        "me:hunter2 redis://h",
     ],
 )
 def test_a_url_is_shown_without_its_credentials(url: str) -> None:
@@ -255,6 +270,21 @@ def test_a_url_is_shown_without_its_credentials(url: str) -> None:
     for text in (shown, repr(config), str(config)):
         assert "hunt" not in text
     assert config.remote_urls
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("redis://me:p@h:6379/0?prefix=a", "redis://h:6379/0"),
+        ("redis-cluster://:p@a:1,b:2, s3://bucket/p", "redis-cluster://a:1,b:2, s3://bucket/p"),
+        ("rediss://[::1]:7000/3", "rediss://[::1]:7000/3"),
+        ("redis-sentinel://:p@[::1],b/mine", "redis-sentinel://[::1],b/mine"),
+        ("unix:///run/redis.sock", "unix:///run/redis.sock"),
+        ("redis://:pa?ss@h:6379", "redis://..."),
+    ],
+)
+def test_what_is_shown_of_a_url_says_where_it_leads(url: str, shown: str) -> None:
+    assert without_credentials(url) == shown
 
 
 def test_what_is_no_url_is_refused_and_not_repeated() -> None:

@@ -4,6 +4,8 @@ use std::fs;
 use std::time::Duration;
 
 use percent_encoding::percent_decode_str;
+use redis::io::tcp::TcpSettings;
+use redis::io::tcp::socket2::TcpKeepalive;
 use redis::{
     ClientTlsConfig, ConnectionAddr, ConnectionInfo, IntoConnectionInfo as _, ProtocolVersion,
     RedisConnectionInfo, RedisError, TlsCertificates, TlsMode,
@@ -11,6 +13,10 @@ use redis::{
 
 /// How long a connection may take to be made.
 pub(super) const CONNECT_WITHIN: Duration = Duration::from_secs(3);
+/// How long a server may acknowledge nothing before the system closes the connection.
+const SILENT_WITHIN: Duration = Duration::from_secs(10);
+/// How often the system asks for a sign of life where nothing is sent.
+const ASKED_EACH: Duration = Duration::from_secs(5);
 const DEFAULT_PORT: u16 = 6379;
 const DEFAULT_SENTINEL_PORT: u16 = 26379;
 
@@ -62,6 +68,17 @@ pub(super) fn plain_words(error: &RedisError) -> String {
     format!("the Redis client refuses the settings: {error}")
 }
 
+/// What all connections have in common: one whose other end vanished without a word is closed.
+pub(super) fn tcp_settings() -> TcpSettings {
+    let keepalive = TcpKeepalive::new()
+        .with_time(SILENT_WITHIN)
+        .with_interval(ASKED_EACH);
+    TcpSettings::default()
+        .set_nodelay(true)
+        .set_keepalive(keepalive)
+        .set_user_timeout(SILENT_WITHIN)
+}
+
 fn decoded(text: &str) -> Result<String, String> {
     let text = percent_decode_str(text).decode_utf8();
     text.map(String::from)
@@ -89,11 +106,13 @@ impl Query {
                         _ => return Err("insecure needs true or false".into()),
                     }
                 }
+                // Not repeated: it may be what stands behind a ? or & of a password.
                 _ => {
-                    return Err(format!(
-                        "{name:?} is no parameter of a Redis URL; there are prefix, db, user, pass, ca, cert, \
-                         key and insecure"
-                    ));
+                    return Err(
+                        "one of the URL's parameters is unknown; there are prefix, db, user, pass, ca, cert, key and \
+                         insecure, and ?, & and @ in a password are written %3F, %26 and %40"
+                            .into(),
+                    );
                 }
             }
         }
@@ -127,7 +146,8 @@ impl Query {
 
 fn database(text: &str) -> Result<i64, String> {
     let number: Option<i64> = text.parse().ok().filter(|number| *number >= 0);
-    number.ok_or_else(|| format!("a database is a number, found {text:?}"))
+    // Without its host, a URL has a part of the password here.
+    number.ok_or_else(|| "a database is a number, as in redis://host:6379/0".into())
 }
 
 impl Address {
@@ -275,7 +295,11 @@ impl Identity {
     fn address(&self, host: &str, default_port: u16) -> Result<ConnectionAddr, String> {
         let (name, port) = match host.rsplit_once(':') {
             Some((name, port)) if !port.contains(']') => {
-                let port = port.parse().map_err(|_| format!("{port:?} is no port"))?;
+                // Without its host, a URL has the password here.
+                let port = port.parse().map_err(|_| {
+                    "what stands behind the host is no port; credentials stand before an @, as in \
+                     redis://user:password@host:6379"
+                })?;
                 (name, port)
             }
             _ => (host, default_port),
@@ -307,8 +331,11 @@ impl Identity {
             settings = settings.set_password(password);
         }
         let info = address.into_connection_info();
-        info.map(|info| info.set_redis_settings(settings))
-            .map_err(|error| plain_words(&error))
+        info.map(|info| {
+            let info = info.set_redis_settings(settings);
+            info.set_tcp_settings(tcp_settings())
+        })
+        .map_err(|error| plain_words(&error))
     }
 }
 
@@ -414,6 +441,17 @@ mod tests {
             "rediss://user:hunter2@h?ca=/no/such/file",
             "redis-sentinel://user:hunter2@h",
             "redis+unix://user:hunter2@h",
+            // Escapes that somebody forgot, and hosts.
+            "redis://:pa?hunter2@h:6379",
+            "redis://:pa?hunter2=x@h:6379",
+            "redis://h?pass=a&hunter2",
+            "redis://h?pass=a&hunter2=b",
+            "redis://user:hunter2",
+            "redis://user:hunter2/0",
+            "redis://user:1/hunter2",
+            "redis-cluster://a:1,user:hunter2",
+            "redis-sentinel://h/mine/hunter2",
+            "redis://h?db=hunter2",
         ] {
             let said = parse(wrong).err().expect(wrong);
             assert!(!said.contains("hunter2"), "{said}");

@@ -9,7 +9,7 @@ use redis::cluster_async::ClusterConnection;
 use redis::cluster_routing::{MultipleNodeRoutingInfo, RoutingInfo, SingleNodeRoutingInfo};
 use redis::{Cmd, TlsCertificates, Value};
 
-use super::address::{CONNECT_WITHIN, Nodes, plain_words};
+use super::address::{CONNECT_WITHIN, Nodes, plain_words, tcp_settings};
 use super::refusals::{refusal, unexpected};
 use super::{scan, scanned};
 use crate::remote::client::Refusal;
@@ -53,6 +53,7 @@ impl Cluster {
     pub(super) fn new(nodes: Nodes, certificates: Option<TlsCertificates>) -> Result<Self, String> {
         let mut builder = ClusterClientBuilder::new(nodes.infos)
             .connection_timeout(CONNECT_WITHIN)
+            .tcp_settings(tcp_settings())
             // A key that moves is followed; anything longer is the tier's to judge.
             .retries(3)
             .overall_response_timeout(None);

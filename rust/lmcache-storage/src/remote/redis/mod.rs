@@ -30,10 +30,11 @@ use self::refusals::unexpected;
 use self::single::Single;
 use self::wire::Reply;
 use super::client::{Answer, Client, Finding, Page, Refusal};
+use super::name::ROOT;
 use super::{Credentials, Server};
 
 /// What a URL of a Redis or Valkey server begins with.
-pub const SCHEMES: [&str; 14] = [
+pub const SCHEMES: [&str; 15] = [
     "redis",
     "rediss",
     "unix",
@@ -48,6 +49,7 @@ pub const SCHEMES: [&str; 14] = [
     "valkey-cluster",
     "valkeys-cluster",
     "valkey-sentinel",
+    "valkeys-sentinel",
 ];
 
 /// The server that a URL names; see `docs/remote.md` for its form.
@@ -73,6 +75,8 @@ enum Link {
 struct Redis {
     /// The URL without credentials.
     shown: String,
+    /// What all names begin with.
+    root: String,
     link: Link,
 }
 
@@ -87,11 +91,12 @@ impl Redis {
         // More than one provider may be compiled in, and then none is the default.
         let _ = rustls::crypto::ring::default_provider().install_default();
         let shown = address.shown.clone();
+        let root = format!("{}{ROOT}", address.key_prefix);
         let link = match address.servers {
             Servers::Cluster(nodes) => Link::Cluster(Cluster::new(nodes, address.certificates)?),
             servers => Link::Single(Single::new(servers, address.certificates, operations)?),
         };
-        Ok(Self { shown, link })
+        Ok(Self { shown, root, link })
     }
 
     async fn command(&self, cmd: &Cmd) -> Result<Value, Refusal> {
@@ -320,11 +325,10 @@ impl Redis {
     async fn examine(&self) -> Result<Vec<Finding>, Refusal> {
         let mut findings = Vec::new();
         // The first opens the connection.
-        self.count_existing(&["lmcache_rs.v1/probe".to_owned()])
-            .await?;
+        let name = [format!("{}probe", self.root)];
+        self.count_existing(&name).await?;
         let began = Instant::now();
-        self.count_existing(&["lmcache_rs.v1/probe".to_owned()])
-            .await?;
+        self.count_existing(&name).await?;
         findings.push(Finding {
             what: "reach",
             ok: true,
@@ -347,7 +351,7 @@ impl Redis {
     }
 
     async fn rights(&self) -> Finding {
-        let name = format!("lmcache_rs.v1/probe.{}", std::process::id());
+        let name = format!("{}probe.{}", self.root, std::process::id());
         let tried = async {
             let ttl = Some(Duration::from_secs(10));
             self.put(&name, vec![Bytes::from_static(b"probe")], ttl)
@@ -368,7 +372,13 @@ impl Redis {
             Err((command, refusal)) => (
                 false,
                 format!(
-                    "{command} is refused ({refusal}); permit SET, GETRANGE, EXISTS, UNLINK, SCAN and STRLEN"
+                    "{command} is refused ({refusal}); permit SET, GETRANGE, EXISTS, UNLINK, SCAN and STRLEN{} for keys \
+                     that begin with {:?}",
+                    match &self.link {
+                        Link::Single(single) => single.rights(),
+                        Link::Cluster(_) => ", PING and CLUSTER SLOTS",
+                    },
+                    self.root
                 ),
             ),
         };

@@ -5,8 +5,10 @@
 
 use std::io;
 use std::pin::Pin;
+use std::time::Duration;
 
 use bytes::{BufMut as _, Bytes};
+use redis::io::tcp::socket2::SockRef;
 use redis::{ConnectionAddr, ConnectionInfo};
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
 use tokio::net::{TcpStream, UnixStream};
@@ -14,13 +16,15 @@ use tokio::time::timeout;
 
 use super::super::buffers::Buffers;
 use super::address::CONNECT_WITHIN;
-use super::refusals::refusal;
+use super::refusals::{refusal, refusal_of_credentials};
 use crate::remote::client::Refusal;
 
 /// Pieces up to this size are sent together with what is before them.
 const SMALL_BYTES: usize = 64 << 10;
 /// An answer's first line has no more.
 const MAX_LINE: usize = 4096;
+/// How long a connection that broke is asked why.
+const LAST_WORDS_WITHIN: Duration = Duration::from_millis(100);
 
 trait Socket: AsyncRead + AsyncWrite + Send {}
 impl<T: AsyncRead + AsyncWrite + Send> Socket for T {}
@@ -29,6 +33,8 @@ impl<T: AsyncRead + AsyncWrite + Send> Socket for T {}
 pub(super) struct Wire {
     socket: Pin<Box<dyn Socket>>,
     buffers: Buffers,
+    /// Whether what is asked holds credentials.
+    is_secret: bool,
 }
 
 /// What a command is answered by.
@@ -70,14 +76,6 @@ impl Failure {
     }
 }
 
-/// Whether connections to this address can be ours.
-pub(super) fn is_plain(info: &ConnectionInfo) -> bool {
-    matches!(
-        info.addr(),
-        ConnectionAddr::Tcp(..) | ConnectionAddr::Unix(_)
-    )
-}
-
 impl Wire {
     pub(super) async fn open(info: &ConnectionInfo, buffers: Buffers) -> Result<Self, Refusal> {
         let opened = timeout(CONNECT_WITHIN, Self::greet(info, buffers)).await;
@@ -94,12 +92,21 @@ impl Wire {
             ConnectionAddr::Tcp(host, port) => {
                 let stream = TcpStream::connect((host.as_str(), *port)).await?;
                 stream.set_nodelay(true)?;
+                let (settings, socket) = (info.tcp_settings(), SockRef::from(&stream));
+                if let Some(keepalive) = settings.keepalive() {
+                    socket.set_tcp_keepalive(keepalive)?;
+                }
+                socket.set_tcp_user_timeout(settings.user_timeout())?;
                 Box::pin(stream)
             }
             ConnectionAddr::Unix(path) => Box::pin(UnixStream::connect(path).await?),
             _ => return Err(Failure::protocol("it is no plain socket")),
         };
-        let mut wire = Self { socket, buffers };
+        let mut wire = Self {
+            socket,
+            buffers,
+            is_secret: true,
+        };
         let settings = info.redis_settings();
         if let Some(password) = settings.password() {
             let mut command = vec![Bytes::from_static(b"AUTH")];
@@ -108,6 +115,7 @@ impl Wire {
             command.push(Bytes::from(password.to_owned()));
             wire.ask(&command, 0).await?;
         }
+        wire.is_secret = false;
         if settings.db() != 0 {
             let db = Bytes::from(settings.db().to_string());
             wire.ask(&[Bytes::from_static(b"SELECT"), db], 0).await?;
@@ -127,6 +135,13 @@ impl Wire {
         arguments: &[Vec<Bytes>],
         max_bytes: u64,
     ) -> Result<Reply, Failure> {
+        match self.send(arguments).await {
+            Ok(()) => self.reply(max_bytes).await,
+            Err(error) => Err(self.last_words(error).await),
+        }
+    }
+
+    async fn send(&mut self, arguments: &[Vec<Bytes>]) -> io::Result<()> {
         let mut buffer = format!("*{}\r\n", arguments.len()).into_bytes();
         for argument in arguments {
             let len: usize = argument.iter().map(Bytes::len).sum();
@@ -143,8 +158,19 @@ impl Wire {
             buffer.extend_from_slice(b"\r\n");
         }
         self.socket.write_all(&buffer).await?;
-        self.socket.flush().await?;
-        self.reply(max_bytes).await
+        self.socket.flush().await
+    }
+
+    /// Why a server closed the connection before it had all: one that takes no value so large says so first.
+    async fn last_words(&mut self, error: io::Error) -> Failure {
+        match timeout(LAST_WORDS_WITHIN, self.reply(0)).await {
+            // An outage may be only this connection's: a fresh one tells.
+            Ok(Err(Failure::Refused { refusal, .. })) if !refusal.is_outage() => Failure::Refused {
+                refusal,
+                is_sound: false,
+            },
+            _ => Failure::Broken(error),
+        }
     }
 
     async fn reply(&mut self, max_bytes: u64) -> Result<Reply, Failure> {
@@ -179,10 +205,12 @@ impl Wire {
                 let error = redis::parse_redis_value(&whole).and_then(redis::Value::extract_error);
                 Err(Failure::Refused {
                     refusal: match error {
+                        Err(error) if self.is_secret => refusal_of_credentials(&error),
                         Err(error) => refusal(&error),
                         Ok(_) => Refusal::Protocol("its error is none".into()),
                     },
-                    is_sound: true,
+                    // Behind this one it closes.
+                    is_sound: !line.starts_with(b"-ERR Protocol error"),
                 })
             }
             _ => Err(Failure::protocol("its answer is none of Redis's")),
@@ -231,6 +259,7 @@ mod tests {
             let mut wire = Wire {
                 socket: Box::pin(ours),
                 buffers: Buffers::default(),
+                is_secret: false,
             };
             let reply = wire.reply(max_bytes).await;
             sending.await.expect("no panic");
