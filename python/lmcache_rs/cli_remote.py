@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import collections
 import importlib
+import re
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,8 +23,12 @@ SERDES = ("naive", "lossless")
 _HEAD_BYTES = 1 << 16
 """Headers are longer only where positions are kept."""
 _WHOLE_BYTES = 512 << 20
+_LONGEST_HEAD_BYTES = 16 << 20
+"""Of a header with as many positions as there may be."""
 _DEADLINE_S = 30.0
 _AT_A_TIME = 16
+_WHOLE_AT_A_TIME = 2
+"""Each may take `_WHOLE_BYTES` of memory."""
 _REMOVED_AT_A_TIME = 500
 
 
@@ -87,6 +92,52 @@ def _opened(url: str) -> Iterator[list[Any]]:
             remote.close(1.0)
 
 
+def _is_under(remote: Any, name: str, key: str) -> bool:
+    """Whether a chunk of this key belongs under this name. A key may be any text."""
+    namespace, _, chunk_hash = key.rpartition("@hash=")
+    try:
+        return bool(remote.name_of(namespace, bytes.fromhex(chunk_hash)) == name)
+    except ValueError:
+        return False
+
+
+def _named(remote: Any) -> Iterator[list[str]]:
+    """The names of a tier's chunks, page by page, and of nothing else that lies there."""
+    root = remote.name_of("", bytes(32)).removesuffix("0" * 64)[: -len("/") - 32]
+    is_chunk = re.compile(re.escape(root) + "[0-9a-fA-F]{32}/[0-9a-fA-F]{64}")
+    cursor: str | None = None
+    while True:
+        page, cursor = remote.list_page(cursor, _DEADLINE_S)
+        yield sorted({name for name, _ in page if is_chunk.fullmatch(name)})
+        if cursor is None:
+            return
+
+
+def _begins(remote: Any, name: str, prefix: str, verdicts: dict[str, bool]) -> bool:
+    """Whether a chunk's namespace begins with a prefix; true where it cannot be told.
+
+    Nobody could use such a chunk anyway.
+
+    Args:
+        remote: Its tier.
+        name: Its name.
+        prefix: The prefix.
+        verdicts: By what names of one namespace begin with; what is found is added.
+    """
+    native: Any = importlib.import_module("lmcache_rs._native")
+    of_namespace, _, _ = name.rpartition("/")
+    if of_namespace not in verdicts:
+        data = remote.begin(name, _LONGEST_HEAD_BYTES, _DEADLINE_S)
+        key = None if data is None else native.inspect_object(data)[0]
+        namespace, has_hash, _ = (key or "").rpartition("@hash=")
+        if not has_hash:
+            return True
+        if remote.name_of(namespace, bytes(32)).rpartition("/")[0] != of_namespace:
+            return True
+        verdicts[of_namespace] = native.namespace_begins_with(namespace, prefix)
+    return verdicts[of_namespace]
+
+
 def stored(remotes: list[Any], *, whole: bool) -> Iterator[StoredValue]:
     """The chunks on a server. One that somebody removes meanwhile is left out.
 
@@ -105,12 +156,10 @@ def stored(remotes: list[Any], *, whole: bool) -> Iterator[StoredValue]:
             return None
         key, payload_bytes, num_tokens, defect = native.inspect_object(data)
         if key is not None:
-            namespace, _, chunk_hash = key.rpartition("@hash=")
-            is_its = remote.name_of(namespace, bytes.fromhex(chunk_hash)) == name
-            defect = (defect if whole else None) if is_its else "foreign"
+            defect = (defect if whole else None) if _is_under(remote, name, key) else "foreign"
         return StoredValue(name, nbytes, key, payload_bytes or 0, num_tokens or 0, defect)
 
-    with ThreadPoolExecutor(_AT_A_TIME) as threads:
+    with ThreadPoolExecutor(_WHOLE_AT_A_TIME if whole else _AT_A_TIME) as threads:
         for remote in remotes:
             seen: set[str] = set()
             cursor: str | None = None
@@ -174,15 +223,21 @@ def _rm(remotes: list[Any], parsed: argparse.Namespace) -> int:
         print(f"{removed} removed, {left} left")
         return EXIT_FOUND if left else EXIT_OK
     removed = 0
-    faults: collections.Counter[str] = collections.Counter()
-    for remote in remotes:
-        removed += remote.clear(None if parsed.all else parsed.prefix)
-        stats = remote.stats()
-        faults.update({name: n for name, n in stats.items() if name.startswith("faults_")})
-    print(f"{removed} removed")
-    for name, count in faults.items():
-        print(f"lmcache-rs: {name}: {count}", file=sys.stderr)
-    return EXIT_FOUND if faults else EXIT_OK
+    verdicts: dict[str, bool] = {}
+    try:
+        for remote in remotes:
+            # Each page in a time of its own: the tier's own clear has one for all of them.
+            for names in _named(remote):
+                if not parsed.all:
+                    names = [
+                        each for each in names if _begins(remote, each, parsed.prefix, verdicts)
+                    ]
+                for at in range(0, len(names), _REMOVED_AT_A_TIME):
+                    part = names[at : at + _REMOVED_AT_A_TIME]
+                    removed += remote.remove_names(part, _DEADLINE_S)
+    finally:
+        print(f"{removed} removed")
+    return EXIT_OK
 
 
 _ACTIONS = {"ls": _ls, "verify": _verify, "stat": _stat, "rm": _rm}

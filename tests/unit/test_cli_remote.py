@@ -151,6 +151,59 @@ def test_damage_is_found_named_and_removed(shelf: Shelf, capsys: Capture) -> Non
     assert shelf.names() == [names[KEYS[0]]]
 
 
+def test_a_key_that_names_no_chunk_is_foreign(shelf: Shelf, capsys: Capture) -> None:
+    names = fill(shelf)
+    odd = names[KEYS[2]][:-4] + "0000"
+    # A whole object, under a name of ours, whose key has no hash.
+    shelf.write(odd, _native.pack_object(bytes(64), "float32"))
+    assert main(["store", "verify", shelf.url]) == 1
+    told = capsys.readouterr().out
+    assert f"foreign: {odd}" in told
+    assert "4 chunks" in told
+    assert "1 damaged" in told
+    for action in ("ls", "stat"):
+        assert main(["store", action, shelf.url]) == 0
+    assert main(["store", "rm", "--damaged", shelf.url]) == 0
+    assert shelf.names() == sorted(names.values())
+    # Nobody could use it: it goes with any prefix.
+    shelf.write(odd, _native.pack_object(bytes(64), "float32"))
+    assert main(["store", "rm", "--prefix", "model=none", shelf.url]) == 0
+    assert shelf.names() == sorted(names.values())
+
+
+def test_more_chunks_than_one_page_are_removed_page_by_page(
+    shelf: Shelf, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(shelf)
+    name = shelf.names()[0][:-4]
+    for number in range(0x1000, 0x1000 + 1200):
+        shelf.write(f"{name}{number:04x}", b"x")
+    other = name[: name.rindex("/")] + "/of-others"
+    shelf.write(other, b"x")
+    asked: list[float] = []
+    remote = _native.Remote
+
+    class Watched:
+        """A tier whose clear, which has one time for all, is not to be used."""
+
+        def __init__(self, *given: Any, **named: Any) -> None:
+            self.tier = remote(*given, **named)
+
+        def __getattr__(self, name: str) -> Any:
+            assert name != "clear"
+            return getattr(self.tier, name)
+
+        def remove_names(self, names: list[str], within_s: float) -> int:
+            asked.append(within_s)
+            return self.tier.remove_names(names, within_s)
+
+    monkeypatch.setattr(_native, "Remote", Watched)
+    assert main(["store", "rm", "--all", shelf.url]) == 0
+    assert "1203 removed" in capsys.readouterr().out
+    assert shelf.names() == [other]
+    assert len(asked) >= 4
+
+
 def test_a_prefix_is_removed_and_nothing_of_others(shelf: Shelf, capsys: Capture) -> None:
     names = fill(shelf)
     other = names[KEYS[0]].split("lmcache_rs.")[0] + "of-others"
