@@ -530,6 +530,33 @@ fn memory_for_what_is_read_may_run_out() {
 }
 
 #[test]
+fn a_header_of_several_pages_takes_no_earlier_chunks_room() {
+    let len = 200_000;
+    let folder = tempfile::tempdir().unwrap();
+    let numbers = hashes(0..20);
+    let disk = open(folder.path());
+    let roomy = pool();
+    for hash in &numbers {
+        let mut made = roomy.allocate(&[len]).unwrap().pop().unwrap();
+        made.bytes_mut().copy_from_slice(&payload(*hash, len));
+        made.set_positions((0..2000).collect());
+        let chunk = Chunk {
+            object: made.seal_unpublished(),
+            form: None,
+            num_tokens: 2000,
+        };
+        assert_eq!(disk.put(NAMESPACE, &[*hash], vec![chunk]), 1);
+    }
+    assert!(disk.close(LONG));
+    let tiny = LocalCpu::new(5 * len as u64, LONG).unwrap();
+    let disk = LocalDisk::open(options(folder.path()), tiny.clone()).unwrap();
+    for _ in 0..200 {
+        assert_eq!(disk.get(NAMESPACE, &numbers, LONG).len(), 4);
+    }
+    assert_eq!(tiny.audit().free_bytes, tiny.audit().capacity_bytes);
+}
+
+#[test]
 fn puts_beyond_the_queue_are_dropped_and_counted() {
     let folder = tempfile::tempdir().unwrap();
     let mut narrow = options(folder.path());
@@ -633,6 +660,29 @@ fn puts_that_wait_by_name_end_with_a_clear_and_with_the_tier() {
         assert!(std::time::Instant::now() < due, "memory is held");
         std::thread::yield_now();
     }
+}
+
+#[test]
+fn what_was_removed_while_it_waited_can_be_put_again_at_once() {
+    let folder = tempfile::tempdir().unwrap();
+    let disk = open(folder.path());
+    let numbers = hashes(0..4);
+    let put = || disk.put(NAMESPACE, &numbers, chunks(&pool(), &numbers, LEN));
+    let still = stand_still(folder.path());
+    assert_eq!(put(), 4);
+    for hash in &numbers {
+        assert!(disk.remove(NAMESPACE, *hash));
+    }
+    // The first puts are still on their way; none of them is stored, and each of the second is.
+    assert_eq!(put(), 4);
+    // Those are pending, so a third finds nothing to do, whenever the first end.
+    assert_eq!(put(), 0);
+    drop(still);
+    assert!(disk.flush(LONG));
+    assert_eq!(come_back(&disk, &numbers, LEN), [true; 4]);
+    assert_eq!(disk.stats()["put_chunks"], 4);
+    assert_eq!(put(), 0);
+    assert_books_balance(&disk, folder.path());
 }
 
 #[test]

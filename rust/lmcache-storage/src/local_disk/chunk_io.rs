@@ -137,7 +137,8 @@ pub(crate) fn read(
     room: Room<'_>,
 ) -> Result<(ChunkMut, Description), Trouble> {
     let path = folder.path_of(name);
-    let attempt = |direct: bool| read_object(folder, &path, direct, key, room);
+    let mut given = None;
+    let mut attempt = |direct: bool| read_object(folder, &path, direct, key, room, &mut given);
     let direct = folder.direct.load(Ordering::Relaxed);
     match attempt(direct) {
         Err(ReadError::System(error)) if direct && refuses_direct(&error) => {
@@ -177,11 +178,12 @@ fn read_object(
     direct: bool,
     key: &str,
     room: Room<'_>,
+    given: &mut Option<ChunkMut>,
 ) -> Result<(ChunkMut, Description), ReadError> {
     let file = folder.files.open(path, Open::Read { direct })?;
     let found = file.bytes()?;
     if found > SMALL_BYTES
-        && let Some(read) = read_large(&*file, found, key, room)?
+        && let Some(read) = read_large(&*file, found, key, room, given)?
     {
         return Ok(read);
     }
@@ -202,7 +204,15 @@ fn read_object(
     let header = Header::parse(first.bytes())?;
     header.require_key(key)?;
     let payload_bytes = payload_bytes(&header, found)?;
-    let mut chunk = room(payload_bytes).map_err(ReadError::NoRoom)?;
+    // What was given first is kept: given back and asked for again, it may be another chunk's by then.
+    let mut chunk = match given.take() {
+        Some(chunk) => chunk,
+        None => room(payload_bytes).map_err(ReadError::NoRoom)?,
+    };
+    if chunk.bytes_mut().len() < payload_bytes {
+        chunk = room(payload_bytes).map_err(ReadError::NoRoom)?;
+    }
+    chunk.truncate(payload_bytes);
     let mut check = header.check();
     if whole_file {
         let rest = first
@@ -226,7 +236,8 @@ fn read_object(
 }
 
 /// Reads a large object whose header is one page, as nearly all are: that page and the payload's beginning with
-/// one call, into where they belong. `None` if the header is longer, or the memory is not to be had like that.
+/// one call, into where they belong. `None` if the header is longer, or the memory is not to be had like that;
+/// what memory there is stays in `given`.
 ///
 /// Memory is asked for before anything is read, so that reads of many chunks need not wait for each other's.
 fn read_large(
@@ -234,17 +245,21 @@ fn read_large(
     found: u64,
     key: &str,
     room: Room<'_>,
+    given: &mut Option<ChunkMut>,
 ) -> Result<Option<(ChunkMut, Description)>, ReadError> {
     let padded_bytes = usize::try_from(found).unwrap_or(usize::MAX) - PAGE_BYTES;
     if !found.is_multiple_of(PAGE_BYTES as u64) {
         return Ok(None);
     }
     // Whole pages, as the pool gives them; the last one may end in padding.
-    let Ok(mut chunk) = room(padded_bytes) else {
+    if given.is_none() {
+        *given = room(padded_bytes).ok();
+    }
+    let Some(chunk) = given.as_mut() else {
         return Ok(None);
     };
     let into = chunk.bytes_mut();
-    if !is_aligned(into) {
+    if !is_aligned(into) || into.len() != padded_bytes {
         return Ok(None);
     }
     let mut first = Aligned::new(PAGE_BYTES);
@@ -283,7 +298,7 @@ fn read_large(
     if let Some(positions) = description.positions.take() {
         chunk.set_positions(positions);
     }
-    Ok(Some((chunk, description)))
+    Ok(given.take().map(|chunk| (chunk, description)))
 }
 
 /// Bytes of the payload, if a file of `found` bytes is what the header says.

@@ -21,6 +21,7 @@ pub mod records;
 mod uses;
 mod walk;
 
+use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, HashMap};
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -193,9 +194,15 @@ impl LocalDisk {
                 withdrawn: Arc::clone(&withdrawn),
             };
             match shared.pending.lock().entry(name) {
-                std::collections::hash_map::Entry::Occupied(_) => continue,
-                std::collections::hash_map::Entry::Vacant(vacant) => vacant.insert(pending),
-            };
+                Entry::Vacant(vacant) => {
+                    vacant.insert(pending);
+                }
+                // What was removed while it waited stores nothing: the new one takes its place.
+                Entry::Occupied(mut of) if of.get().withdrawn.load(Ordering::Relaxed) => {
+                    of.insert(pending);
+                }
+                Entry::Occupied(_) => continue,
+            }
             let bytes = chunk.object.len() as u64;
             let by_name = || {
                 let is_in_pool = !shared.pool.get(&namespace, &[hash]).is_empty();
@@ -204,7 +211,7 @@ impl LocalDisk {
             let held = shared.queue.place(Some(bytes));
             let holds = held.is_some();
             let Some(place) = held.or_else(by_name) else {
-                shared.pending.lock().remove(&name);
+                shared.end_put(&name, &withdrawn);
                 // Behind a gap nothing is found.
                 add(&shared.counts.dropped_chunks, (num_chunks - i) as u64);
                 break;
@@ -441,6 +448,15 @@ impl Shared {
             let ours = |hash: &&ChunkHash| self.folder_of(**hash) == at;
             let ours: Vec<ChunkHash> = hashes.iter().filter(ours).copied().collect();
             folder.index.lock().touch(namespace, &ours);
+        }
+    }
+
+    /// A put is pending no more. Another one of its name may have taken its place, and stays.
+    fn end_put(&self, name: &Name, withdrawn: &Arc<AtomicBool>) {
+        if let Entry::Occupied(pending) = self.pending.lock().entry(*name)
+            && Arc::ptr_eq(&pending.get().withdrawn, withdrawn)
+        {
+            pending.remove();
         }
     }
 

@@ -40,7 +40,7 @@ pub(super) struct Put {
 
 impl Drop for Put {
     fn drop(&mut self) {
-        self.batch.shared.pending.lock().remove(&self.name);
+        self.batch.shared.end_put(&self.name, &self.withdrawn);
     }
 }
 
