@@ -109,8 +109,16 @@ pub fn connect(url: &str, operations: usize, credentials: &Credentials) -> Resul
         return object_store::connect(url, credentials);
     }
     let known = known_schemes().join(", ");
+    // What stands there in place of a scheme may be a password.
+    let found = match scheme
+        .bytes()
+        .all(|byte| byte.is_ascii_lowercase() || byte == b'-')
+    {
+        true => format!("{scheme:?}"),
+        false => "that this URL begins with".to_owned(),
+    };
     Err(format!(
-        "no remote tier has the scheme {scheme:?}; there are {known}"
+        "no remote tier has the scheme {found}; there are {known}"
     ))
 }
 
