@@ -172,6 +172,8 @@ class EngineSpec:
             # vLLM 0.32's CPU kernel of interleaved rotary embeddings rotates wrong numbers, and
             # others in a batch than alone: a chunk's KV would not be a function of its tokens.
             arguments["compilation_config"] = {"custom_ops": ["all", "-rotary_embedding"]}
+            # Where the processor has AMX, vLLM would take kernels that know no float32.
+            arguments["attention_config"] = {"backend": "CPU_MLA"}
         if self.lora:
             arguments |= {"enable_lora": True, "max_lora_rank": models.LORA_RANK, "max_loras": 2}
         return arguments | json.loads(self.options)
