@@ -145,11 +145,11 @@ fn a_dropped_handle_ends_nothing_and_leaks_nothing() {
             thread::sleep(Duration::from_millis(1));
         }
         drop(queue.begin(load(&cpu, &engine)));
-        // What it holds is room that the next store needs.
-        while cpu.usage().held_bytes > 0 {
+        cpu.clear();
+        // What the load holds leaves with it.
+        while cpu.audit().free_bytes < cpu.audit().capacity_bytes {
             thread::sleep(Duration::from_millis(1));
         }
-        cpu.clear();
     }
     drop(queue);
     assert_idle(&cpu);
