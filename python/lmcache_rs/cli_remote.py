@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import argparse
-import collections
 import importlib
 import re
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
-from lmcache_rs.config_keys import without_credentials
+from lmcache_rs.config_keys import SERDES, without_credentials
+from lmcache_rs.stored_chunks import (
+    EXIT_FOUND,
+    EXIT_OK,
+    EXIT_USAGE,
+    HEAD_BYTES,
+    StoredChunk,
+    print_by_model,
+    print_damaged,
+    print_each,
+)
 
-EXIT_OK = 0
-EXIT_FOUND = 1
-EXIT_USAGE = 2
-SERDES = ("naive", "lossless")
-"""Each has names of its own."""
-_HEAD_BYTES = 1 << 16
-"""Headers are longer only where positions are kept."""
 _WHOLE_BYTES = 512 << 20
 _LONGEST_HEAD_BYTES = 16 << 20
 """Of a header with as many positions as there may be."""
@@ -30,27 +31,6 @@ _AT_A_TIME = 16
 _WHOLE_AT_A_TIME = 2
 """Each may take `_WHOLE_BYTES` of memory."""
 _REMOVED_AT_A_TIME = 500
-
-
-@dataclass(frozen=True)
-class StoredValue:
-    """A chunk's value on a server.
-
-    Args:
-        name: Its name.
-        value_bytes: Its size.
-        key: The chunk's key; None if its header does not read right.
-        payload_bytes: Bytes of the chunk.
-        num_tokens: Tokens of the chunk; 0 if nobody said.
-        defect: What is wrong with it, in one word.
-    """
-
-    name: str
-    value_bytes: int
-    key: str | None
-    payload_bytes: int
-    num_tokens: int
-    defect: str | None
 
 
 def is_url(path: str) -> bool:
@@ -138,7 +118,7 @@ def _begins(remote: Any, name: str, prefix: str, verdicts: dict[str, bool]) -> b
     return verdicts[of_namespace]
 
 
-def stored(remotes: list[Any], *, whole: bool) -> Iterator[StoredValue]:
+def stored(remotes: list[Any], *, whole: bool) -> Iterator[StoredChunk]:
     """The chunks on a server. One that somebody removes meanwhile is left out.
 
     Args:
@@ -150,14 +130,24 @@ def stored(remotes: list[Any], *, whole: bool) -> Iterator[StoredValue]:
     """
     native: Any = importlib.import_module("lmcache_rs._native")
 
-    def looked_at(remote: Any, name: str, nbytes: int) -> StoredValue | None:
-        data = remote.begin(name, _WHOLE_BYTES if whole else _HEAD_BYTES, _DEADLINE_S)
+    def looked_at(remote: Any, name: str, nbytes: int) -> StoredChunk | None:
+        data = remote.begin(name, _WHOLE_BYTES if whole else HEAD_BYTES, _DEADLINE_S)
         if data is None:
             return None
         key, payload_bytes, num_tokens, defect = native.inspect_object(data)
         if key is not None:
             defect = (defect if whole else None) if _is_under(remote, name, key) else "foreign"
-        return StoredValue(name, nbytes, key, payload_bytes or 0, num_tokens or 0, defect)
+        return StoredChunk(
+            # A server does not say of all when they were written.
+            name,
+            name,
+            nbytes,
+            None,
+            key,
+            payload_bytes or 0,
+            num_tokens or 0,
+            defect,
+        )
 
     with ThreadPoolExecutor(_WHOLE_AT_A_TIME if whole else _AT_A_TIME) as threads:
         for remote in remotes:
@@ -178,43 +168,20 @@ def stored(remotes: list[Any], *, whole: bool) -> Iterator[StoredValue]:
 
 
 def _ls(remotes: list[Any], parsed: argparse.Namespace) -> int:
-    for each in stored(remotes, whole=False):
-        what = each.key or f"({each.defect}: {each.name})"
-        # A server does not say of all when they were written.
-        print(f"{each.payload_bytes:>12} bytes {each.num_tokens:>6} tokens {'-':>8} s  {what}")
-    return EXIT_OK
+    return print_each(stored(remotes, whole=False))
 
 
 def _verify(remotes: list[Any], parsed: argparse.Namespace) -> int:
-    count, nbytes, damaged = 0, 0, 0
-    for each in stored(remotes, whole=True):
-        count += 1
-        nbytes += each.value_bytes
-        if each.defect is not None:
-            damaged += 1
-            print(f"{each.defect}: {each.name}")
-    print(f"{count} chunks, {nbytes} bytes, {damaged} damaged")
-    return EXIT_FOUND if damaged else EXIT_OK
+    return print_damaged(stored(remotes, whole=True))
 
 
 def _stat(remotes: list[Any], parsed: argparse.Namespace) -> int:
-    chunks: collections.Counter[str] = collections.Counter()
-    nbytes: collections.Counter[str] = collections.Counter()
-    tokens: collections.Counter[str] = collections.Counter()
-    for each in stored(remotes, whole=False):
-        model = (each.key or "(unreadable)").split("@")[0]
-        chunks[model] += 1
-        nbytes[model] += each.value_bytes
-        tokens[model] += each.num_tokens
-    for model in sorted(chunks):
-        print(f"{model}: {chunks[model]} chunks, {nbytes[model]} bytes, {tokens[model]} tokens")
-    print(f"total: {chunks.total()} chunks, {nbytes.total()} bytes, {tokens.total()} tokens")
-    return EXIT_OK
+    return print_by_model(stored(remotes, whole=False))
 
 
 def _rm(remotes: list[Any], parsed: argparse.Namespace) -> int:
     if parsed.damaged:
-        names = [each.name for each in stored(remotes, whole=True) if each.defect is not None]
+        names = [each.place for each in stored(remotes, whole=True) if each.defect is not None]
         removed = 0
         for at in range(0, len(names), _REMOVED_AT_A_TIME):
             part = names[at : at + _REMOVED_AT_A_TIME]

@@ -4,49 +4,28 @@ them."""
 from __future__ import annotations
 
 import argparse
-import collections
 import importlib
 import sys
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lmcache_rs import cli_remote
+from lmcache_rs.stored_chunks import (
+    EXIT_FOUND,
+    EXIT_OK,
+    EXIT_USAGE,
+    HEAD_BYTES,
+    StoredChunk,
+    print_by_model,
+    print_damaged,
+    print_each,
+)
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
-EXIT_OK = 0
-EXIT_FOUND = 1
-EXIT_USAGE = 2
 ROOT = "lmcache_rs.v1"
-_HEAD_BYTES = 1 << 16
-"""Headers are longer only where positions are kept."""
-
-
-@dataclass(frozen=True)
-class Stored:
-    """A chunk's file.
-
-    Args:
-        path: Where it is.
-        file_bytes: Its size.
-        modified: When it was written, in seconds since 1970.
-        key: The chunk's key; None if its header does not read right.
-        payload_bytes: Bytes of the chunk.
-        num_tokens: Tokens of the chunk; 0 if nobody said.
-        defect: What is wrong with it, in one word.
-    """
-
-    path: Path
-    file_bytes: int
-    modified: float
-    key: str | None
-    payload_bytes: int
-    num_tokens: int
-    defect: str | None
 
 
 def add_store(commands: Commands) -> None:
@@ -95,7 +74,7 @@ def _where_it_is(
     return on_either
 
 
-def stored(path: Path, *, whole: bool) -> Iterator[Stored]:
+def stored(path: Path, *, whole: bool) -> Iterator[StoredChunk]:
     """The chunks of a folder. One that another process removes meanwhile is left out.
 
     Args:
@@ -107,7 +86,7 @@ def stored(path: Path, *, whole: bool) -> Iterator[Stored]:
         for file in sorted(shard.iterdir()):
             try:
                 with file.open("rb") as opened:
-                    data = opened.read(-1 if whole else _HEAD_BYTES)
+                    data = opened.read(-1 if whole else HEAD_BYTES)
                 about = file.stat()
             except FileNotFoundError:
                 continue
@@ -116,8 +95,9 @@ def stored(path: Path, *, whole: bool) -> Iterator[Stored]:
                 defect = None
             elif key is not None and not file.name.startswith(key.rpartition("@hash=")[2] + "."):
                 defect = "foreign"
-            yield Stored(
-                file,
+            yield StoredChunk(
+                str(file),
+                file.name,
                 about.st_size,
                 about.st_mtime,
                 key,
@@ -137,43 +117,19 @@ def _require_folder(path: Path) -> bool:
 def _ls(parsed: argparse.Namespace) -> int:
     if not _require_folder(parsed.path):
         return EXIT_USAGE
-    now = time.time()
-    for each in stored(parsed.path, whole=False):
-        age = max(0, int(now - each.modified))
-        what = each.key or f"({each.defect}: {each.path.name})"
-        print(f"{each.payload_bytes:>12} bytes {each.num_tokens:>6} tokens {age:>8} s  {what}")
-    return EXIT_OK
+    return print_each(stored(parsed.path, whole=False))
 
 
 def _verify(parsed: argparse.Namespace) -> int:
     if not _require_folder(parsed.path):
         return EXIT_USAGE
-    count, nbytes, damaged = 0, 0, 0
-    for each in stored(parsed.path, whole=True):
-        count += 1
-        nbytes += each.file_bytes
-        if each.defect is not None:
-            damaged += 1
-            print(f"{each.defect}: {each.path}")
-    print(f"{count} chunks, {nbytes} bytes, {damaged} damaged")
-    return EXIT_FOUND if damaged else EXIT_OK
+    return print_damaged(stored(parsed.path, whole=True))
 
 
 def _stat(parsed: argparse.Namespace) -> int:
     if not _require_folder(parsed.path):
         return EXIT_USAGE
-    chunks: collections.Counter[str] = collections.Counter()
-    nbytes: collections.Counter[str] = collections.Counter()
-    tokens: collections.Counter[str] = collections.Counter()
-    for each in stored(parsed.path, whole=False):
-        model = (each.key or "(unreadable)").split("@")[0]
-        chunks[model] += 1
-        nbytes[model] += each.file_bytes
-        tokens[model] += each.num_tokens
-    for model in sorted(chunks):
-        print(f"{model}: {chunks[model]} chunks, {nbytes[model]} bytes, {tokens[model]} tokens")
-    print(f"total: {chunks.total()} chunks, {nbytes.total()} bytes, {tokens.total()} tokens")
-    return EXIT_OK
+    return print_by_model(stored(parsed.path, whole=False))
 
 
 def _rm(parsed: argparse.Namespace) -> int:
@@ -189,7 +145,7 @@ def _rm(parsed: argparse.Namespace) -> int:
             for each in stored(parsed.path, whole=True):
                 if each.defect is not None:
                     removed += 1
-                    left += not _remove_file(each.path)
+                    left += not _remove_file(Path(each.place))
             # What is gone is found to be gone by whoever looks for it, and by a walk at once.
             disk.clear("model=(none)")
             print(f"{removed - left} removed, {left} left")

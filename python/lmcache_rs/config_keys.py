@@ -173,8 +173,12 @@ def _remote_url(value: str) -> tuple[str, str | None]:
     return value, None
 
 
+SERDES = ("naive", "lossless")
+"""How chunks may lie on servers; each has names of its own there."""
+
+
 def _remote_serde(value: str) -> tuple[str, str | None]:
-    if value in ("naive", "lossless"):
+    if value in SERDES:
         return value, None
     if value in ("cachegen", "kivi"):
         raise ValueError(

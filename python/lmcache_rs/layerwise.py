@@ -40,8 +40,7 @@ def store_layer(
                 step.save(layer)
                 if layer == num_layers - 1:
                     step.commit()
-                    if asked is not None:
-                        engine._write_through(asked, known)
+                    engine._write_through(asked, known)
             yield
     finally:
         if step is not None:

@@ -33,15 +33,8 @@ def remote(config: LMCacheEngineConfig) -> Iterator[Finding]:
         native = importlib.import_module("lmcache_rs._native")
         pool: LocalCpu = native.LocalCpu(doctor.TEST_POOL_BYTES, 60_000)
         try:
-            tier = RemoteBackend(
-                url,
-                pool,
-                name=name,
-                operations=config.remote_operations,
-                ttl_s=config.remote_ttl,
-                max_queued_bytes=doctor.TEST_POOL_BYTES,
-                deadline_s=config.blocking_timeout_secs,
-                serde=config.remote_serde,
+            tier = RemoteBackend.unasked(
+                config, url, pool, name, max_queued_bytes=doctor.TEST_POOL_BYTES
             )
         except (OSError, ValueError) as error:
             pool.close()

@@ -23,6 +23,11 @@ WAIT_S = 5.0
 """Seconds that a store waits for puts to give memory back."""
 
 
+def whole_pages(num_bytes: int) -> int:
+    """Bytes that so many take in a pool, which gives whole pages."""
+    return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
 class TierWalk:
     """One prompt's walk.
 
@@ -53,8 +58,7 @@ class TierWalk:
         self._chunk_size = chunk_size
         self._num_tokens = num_tokens
         self._slots = slots
-        # The pool gives whole pages.
-        self._chunk_bytes = -(-registered.native.chunk_bytes(chunk_size) // PAGE_BYTES) * PAGE_BYTES
+        self._chunk_bytes = whole_pages(registered.native.chunk_bytes(chunk_size))
         # Two windows are under way, and most of the pool stays with what it holds.
         window_bytes = min(MAX_WINDOW_BYTES, storage.capacity_bytes // 8)
         self._window = max(1, window_bytes // self._chunk_bytes)

@@ -92,15 +92,7 @@ class RemoteBackend(NativeTier):
         Raises:
             ConnectionError: It is not reached, and `strict` makes it a stop.
         """
-        made = cls(
-            url,
-            pool,
-            name=name,
-            operations=config.remote_operations,
-            ttl_s=config.remote_ttl,
-            deadline_s=config.blocking_timeout_secs,
-            serde=config.remote_serde,
-        )
+        made = cls.unasked(config, url, pool, name)
         for what, is_right, words in made.health(min(FIRST_ASKED_S, config.blocking_timeout_secs)):
             if is_right:
                 continue
@@ -111,6 +103,28 @@ class RemoteBackend(NativeTier):
         # It has been said.
         made.remote.take_lines()
         return made
+
+    @classmethod
+    def unasked(
+        cls,
+        config: LMCacheEngineConfig,
+        url: str,
+        pool: LocalCpu,
+        name: str,
+        *,
+        max_queued_bytes: int | None = None,
+    ) -> RemoteBackend:
+        """As `from_config`, without a word to the server yet."""
+        return cls(
+            url,
+            pool,
+            name=name,
+            operations=config.remote_operations,
+            ttl_s=config.remote_ttl,
+            max_queued_bytes=max_queued_bytes,
+            deadline_s=config.blocking_timeout_secs,
+            serde=config.remote_serde,
+        )
 
     def _speak(self) -> None:
         for line in self.remote.take_lines():

@@ -17,6 +17,7 @@ from lmcache_rs.storage.manager import L2
 from lmcache_rs.storage.prefetch import Room
 from lmcache_rs.storage.remote import RemoteBackend
 from lmcache_rs.storage.staging import Staging
+from lmcache_rs.tier_walk import whole_pages
 from lmcache_rs.vllm_v1 import compat
 from lmcache_rs.vllm_v1.prefetches import RunningPrefetches
 from lmcache_rs.vllm_v1.streams import Stream, Streams, share_of
@@ -29,9 +30,6 @@ if TYPE_CHECKING:
     from lmcache_rs.vllm_v1.faults import Faults
     from lmcache_rs.vllm_v1.metadata import ReqMeta
     from lmcache_rs.vllm_v1.prefetches import PrefetchOrders
-
-PAGE_BYTES = 4096
-"""What is given out of a pool is a multiple of it."""
 
 
 class TierNews(NamedTuple):
@@ -85,7 +83,7 @@ class LowerTiers:
         """The engine's settings: of its memory a share is left to streams, of chunks of so many
         bytes; and memory that only stages is memory."""
         config = self._config
-        self._chunk_bytes = -(-chunk_bytes // PAGE_BYTES) * PAGE_BYTES
+        self._chunk_bytes = whole_pages(chunk_bytes)
         if self.is_staging:
             config = config.with_values("stages for the tiers below", local_cpu=True)
         if self._can_stream and config.local_cpu:

@@ -1,6 +1,7 @@
 //! The extension module `lmcache_rs._native`: a list of exports. It marshals and decides nothing.
 
 mod background;
+mod chunks;
 mod device;
 mod device_layers;
 mod device_step;

@@ -2,22 +2,19 @@
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
-use std::time::Duration;
 
 use lmcache_core::hot_cache::Policy;
 use lmcache_storage::compression;
-use lmcache_storage::local_disk::{self, Arrival, Chunk, Options};
+use lmcache_storage::local_disk::{self, Options};
 use lmcache_storage::object_form::{self, Description, Form, Format, crc64};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
+use crate::chunks::{Arrived, Given, arrived, given, seconds};
 use crate::errors::NativeError;
 use crate::gate::{Owned, enter};
-use crate::memory::{LocalCpu, MemoryObj, unknown_policy};
+use crate::memory::{LocalCpu, unknown_policy};
 use crate::token::{chunk_hash, packed_hashes};
-
-/// Format, layers, hidden, dtype, tokens of a block.
-pub(crate) type FormParts = (String, u32, u64, String, u32);
 
 /// Key, payload bytes, tokens, defect.
 type Inspected = (Option<String>, Option<u64>, Option<u32>, Option<String>);
@@ -25,34 +22,6 @@ type Inspected = (Option<String>, Option<u64>, Option<u32>, Option<String>);
 /// Chunks in folders on local disks.
 #[pyclass(frozen, module = "lmcache_rs._native")]
 pub(crate) struct LocalDisk(Owned<local_disk::LocalDisk>);
-
-pub(crate) fn form_of(parts: FormParts) -> Result<Form, NativeError> {
-    let (format, num_layers, hidden, dtype, block_tokens) = parts;
-    let unknown =
-        || NativeError::Argument(format!("format {format:?} is none of the stored forms"));
-    Ok(Form {
-        format: Format::from_name(&format).ok_or_else(unknown)?,
-        num_layers,
-        hidden,
-        block_tokens,
-        dtype,
-    })
-}
-
-pub(crate) fn parts_of(form: Form) -> FormParts {
-    let name = form.format.name().to_owned();
-    (
-        name,
-        form.num_layers,
-        form.hidden,
-        form.dtype,
-        form.block_tokens,
-    )
-}
-
-pub(crate) fn seconds(within_s: f64) -> Duration {
-    Duration::try_from_secs_f64(within_s.max(0.0)).unwrap_or(Duration::MAX)
-}
 
 #[pymethods]
 impl LocalDisk {
@@ -100,18 +69,10 @@ impl LocalDisk {
         py: Python<'_>,
         namespace: &str,
         hashes: &[u8],
-        chunks: Vec<(PyRef<'_, MemoryObj>, Option<FormParts>, u32)>,
+        chunks: Vec<Given<'_>>,
     ) -> PyResult<usize> {
         let disk = self.0.get()?;
-        let hashes = packed_hashes(hashes)?;
-        let mut given = Vec::with_capacity(chunks.len());
-        for (memory_obj, form, num_tokens) in chunks {
-            given.push(Chunk {
-                object: memory_obj.sealed_object()?,
-                form: form.map(form_of).transpose()?,
-                num_tokens,
-            });
-        }
+        let (hashes, given) = (packed_hashes(hashes)?, given(chunks)?);
         enter(py, || {
             Ok::<_, NativeError>(disk.put(namespace, &hashes, given))
         })
@@ -135,7 +96,7 @@ impl LocalDisk {
         hashes: &[u8],
         within_s: f64,
         pool: Option<&LocalCpu>,
-    ) -> PyResult<Vec<(MemoryObj, Option<FormParts>, u32)>> {
+    ) -> PyResult<Vec<Arrived>> {
         let disk = self.0.get()?;
         let pool = pool.map(LocalCpu::store).transpose()?;
         let arrivals = enter(py, || {
@@ -145,11 +106,7 @@ impl LocalDisk {
                 Some(pool) => disk.get_into(pool, namespace, &hashes, within),
             })
         })?;
-        let arrived = |Arrival { chunk, description }| {
-            let form = description.form.map(parts_of);
-            (MemoryObj::writable(chunk), form, description.num_tokens)
-        };
-        Ok(arrivals.into_iter().map(arrived).collect())
+        Ok(arrived(arrivals))
     }
 
     /// Forgets a chunk; whether it was there.

@@ -3,15 +3,14 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use lmcache_storage::backend::{Arrival, Chunk};
 use lmcache_storage::remote::{self, Credentials, Options, RemoteTier, Serde};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
+use crate::chunks::{Arrived, Given, arrived, given, seconds};
 use crate::errors::NativeError;
 use crate::gate::{Owned, enter};
-use crate::local_disk::{FormParts, form_of, parts_of, seconds};
-use crate::memory::{LocalCpu, MemoryObj};
+use crate::memory::LocalCpu;
 use crate::token::{chunk_hash, packed_hashes};
 
 /// Names with the bytes of their values, and the cursor of the next page.
@@ -83,18 +82,10 @@ impl Remote {
         py: Python<'_>,
         namespace: &str,
         hashes: &[u8],
-        chunks: Vec<(PyRef<'_, MemoryObj>, Option<FormParts>, u32)>,
+        chunks: Vec<Given<'_>>,
     ) -> PyResult<usize> {
         let tier = self.0.get()?;
-        let hashes = packed_hashes(hashes)?;
-        let mut given = Vec::with_capacity(chunks.len());
-        for (memory_obj, form, num_tokens) in chunks {
-            given.push(Chunk {
-                object: memory_obj.sealed_object()?,
-                form: form.map(form_of).transpose()?,
-                num_tokens,
-            });
-        }
+        let (hashes, given) = (packed_hashes(hashes)?, given(chunks)?);
         enter(py, || {
             Ok::<_, NativeError>(tier.put(namespace, &hashes, given))
         })
@@ -118,7 +109,7 @@ impl Remote {
         hashes: &[u8],
         within_s: f64,
         pool: Option<&LocalCpu>,
-    ) -> PyResult<Vec<(MemoryObj, Option<FormParts>, u32)>> {
+    ) -> PyResult<Vec<Arrived>> {
         let tier = self.0.get()?;
         let pool = pool.map(LocalCpu::store).transpose()?;
         let arrivals = enter(py, || {
@@ -128,11 +119,7 @@ impl Remote {
                 Some(pool) => tier.get_into(pool, namespace, &hashes, within),
             })
         })?;
-        let arrived = |Arrival { chunk, description }| {
-            let form = description.form.map(parts_of);
-            (MemoryObj::writable(chunk), form, description.num_tokens)
-        };
-        Ok(arrivals.into_iter().map(arrived).collect())
+        Ok(arrived(arrivals))
     }
 
     /// Forgets a chunk; whether it was there.

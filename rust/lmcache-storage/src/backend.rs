@@ -68,6 +68,17 @@ pub struct Chunk {
     pub num_tokens: u32,
 }
 
+impl From<&MemoryObj> for Chunk {
+    /// Mere bytes.
+    fn from(object: &MemoryObj) -> Self {
+        Self {
+            object: object.clone(),
+            form: None,
+            num_tokens: 0,
+        }
+    }
+}
+
 /// A chunk that was read and verified, in memory that nobody else knows yet.
 #[derive(Debug)]
 pub struct Arrival {
@@ -75,6 +86,13 @@ pub struct Arrival {
     pub chunk: ChunkMut,
     /// What its header says; the positions have gone to the chunk.
     pub description: Description,
+}
+
+impl From<Arrival> for MemoryObj {
+    /// Its bytes, sealed and not published.
+    fn from(arrival: Arrival) -> Self {
+        arrival.chunk.seal_unpublished()
+    }
 }
 
 impl Backend for LocalCpu {

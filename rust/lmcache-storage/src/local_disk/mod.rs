@@ -570,12 +570,7 @@ impl Backend for LocalDisk {
     }
 
     fn submit_put(&self, namespace: &str, hashes: &[ChunkHash], objects: &[MemoryObj]) {
-        let chunk = |object: &MemoryObj| Chunk {
-            object: object.clone(),
-            form: None,
-            num_tokens: 0,
-        };
-        self.put(namespace, hashes, objects.iter().map(chunk).collect());
+        self.put(namespace, hashes, objects.iter().map(Chunk::from).collect());
     }
 
     fn contains_prefix(&self, namespace: &str, hashes: &[ChunkHash]) -> usize {
@@ -584,10 +579,7 @@ impl Backend for LocalDisk {
 
     fn get_blocking(&self, namespace: &str, hashes: &[ChunkHash]) -> Vec<MemoryObj> {
         let arrivals = self.get(namespace, hashes, DEADLINE);
-        arrivals
-            .into_iter()
-            .map(|arrival| arrival.chunk.seal_unpublished())
-            .collect()
+        arrivals.into_iter().map(MemoryObj::from).collect()
     }
 
     fn remove(&self, namespace: &str, hash: ChunkHash) -> bool {

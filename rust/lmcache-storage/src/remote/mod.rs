@@ -589,12 +589,7 @@ impl Backend for RemoteTier {
     }
 
     fn submit_put(&self, namespace: &str, hashes: &[ChunkHash], objects: &[MemoryObj]) {
-        let chunk = |object: &MemoryObj| Chunk {
-            object: object.clone(),
-            form: None,
-            num_tokens: 0,
-        };
-        self.put(namespace, hashes, objects.iter().map(chunk).collect());
+        self.put(namespace, hashes, objects.iter().map(Chunk::from).collect());
     }
 
     fn contains_prefix(&self, namespace: &str, hashes: &[ChunkHash]) -> usize {
@@ -603,10 +598,7 @@ impl Backend for RemoteTier {
 
     fn get_blocking(&self, namespace: &str, hashes: &[ChunkHash]) -> Vec<MemoryObj> {
         let arrivals = self.get(namespace, hashes, self.0.options.deadline);
-        let sealed = arrivals.into_iter();
-        sealed
-            .map(|arrival| arrival.chunk.seal_unpublished())
-            .collect()
+        arrivals.into_iter().map(MemoryObj::from).collect()
     }
 
     fn remove(&self, namespace: &str, hash: ChunkHash) -> bool {

@@ -2,7 +2,6 @@
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use lmcache_core::hash::ChunkHash;
@@ -324,6 +323,6 @@ impl Shared {
 
     /// Whether puts have any prospect.
     pub(super) fn takes_puts(&self) -> bool {
-        self.is_in_use() && !self.is_closed.load(Ordering::Relaxed) && self.hold.lets_through()
+        self.is_in_use() && self.hold.lets_through()
     }
 }
