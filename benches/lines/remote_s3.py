@@ -7,23 +7,21 @@ compared, and not praised.
 from __future__ import annotations
 
 import http.client
-import os
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import bare_client
+from bare_client import DEPTH
 from bench import HERE, Bench
-from measure import Result, ratios, spread
+from measure import Result, spread
 
 sys.path.insert(0, str(HERE.parent / "tests"))
 import s3_server
 
-DEPTH = 8
 ROUND_BYTES = 64 << 20
-NAMESPACE = "model=bench@world=1@worker=0@dtype=bfloat16"
 TOKENS = 256
 
 
@@ -51,17 +49,19 @@ class Bare:
         self._headers = {"Authorization": s3_server.SIGNED}
         self._into = memoryview(bytearray(value_bytes))
 
-    def put(self, path: str, value: memoryview) -> None:
+    def put(self, number: int, value: memoryview) -> None:
+        path = f"/{s3_server.BUCKET}/bare/{number}"
         self._connection.request("PUT", path, value, self._headers)
         answer = self._connection.getresponse()
         answer.read()
         assert answer.status == 200
 
-    def get(self, path: str) -> None:
+    def get(self, number: int, value_bytes: int) -> None:
+        path = f"/{s3_server.BUCKET}/bare/{number}"
         self._connection.request("GET", path, headers=self._headers)
         answer = self._connection.getresponse()
         count = 0
-        while count < len(self._into):
+        while count < value_bytes:
             read = answer.readinto(self._into[count:])
             assert read
             count += read
@@ -72,7 +72,6 @@ class Bare:
 
 
 def put_and_get(bench: Bench, native: Any, server: Any, chunk_bytes: int) -> list[Result]:
-    count = ROUND_BYTES // chunk_bytes
     pool = native.LocalCpu(4 * ROUND_BYTES, 1000)
     tier = native.Remote(
         server.url("bench"),
@@ -82,74 +81,16 @@ def put_and_get(bench: Bench, native: Any, server: Any, chunk_bytes: int) -> lis
         max_queued_bytes=2 * ROUND_BYTES,
         deadline_s=120.0,
     )
-    objects = pool.allocate([chunk_bytes] * count)
-    data = os.urandom(chunk_bytes)
-    for memory_obj in objects:
-        memoryview(memory_obj)[:] = data
-        memory_obj.seal()
-    value = memoryview(os.urandom(4096) + data)
-    # As many of ours write at a time.
-    lanes = {
-        "put": [Bare(server, len(value)) for _ in range(DEPTH // 2)],
-        "get": [Bare(server, len(value)) for _ in range(DEPTH)],
-    }
-    threads = ThreadPoolExecutor(DEPTH)
-    hashes: list[bytes] = []
-
-    def bare(verb: str) -> None:
-        def lane(at: int) -> None:
-            for number in range(at, count, len(lanes[verb])):
-                path = f"/{s3_server.BUCKET}/bare/{number}"
-                if verb == "put":
-                    lanes[verb][at].put(path, value)
-                else:
-                    lanes[verb][at].get(path)
-
-        list(threads.map(lane, range(len(lanes[verb]))))
-
-    def put() -> None:
-        chunks = [(memory_obj, None, 0) for memory_obj in objects]
-        assert tier.put(NAMESPACE, b"".join(hashes), chunks) == count
-        assert tier.flush(120.0)
-
-    def get() -> None:
-        assert len(tier.get(NAMESPACE, b"".join(hashes), 120.0)) == count
-
-    times: dict[str, list[float]] = {"put": [], "bare put": [], "get": [], "bare get": []}
-    pairs = bench.pairs(7)
-    for turn in range(-1, pairs):
-        hashes = [os.urandom(32) for _ in range(count)]
-        arms: tuple[list[tuple[str, Callable[[], None]]], ...] = (
-            [("put", put), ("bare put", lambda: bare("put"))],
-            [("get", get), ("bare get", lambda: bare("get"))],
-        )
-        for pair in arms:
-            for name, arm in pair if turn % 2 else reversed(pair):
-                took = timed(arm)
-                if turn >= 0:
-                    times[name].append(took)
-        tier.clear()
-    stats = tier.stats()
-    assert not any(name.startswith("faults_") for name in stats), stats
-    tier.close(10.0)
-    threads.shutdown()
-    for lane in (*lanes["put"], *lanes["get"]):
-        lane.close()
-    rows = []
-    for verb in ("put", "get"):
-        found = ratios(times[f"bare {verb}"], times[verb])
-        speed = spread([count * chunk_bytes / each / 1e9 for each in times[verb]])
-        rows.append(
-            Result(
-                f"S3 {verb}, {count} chunks of {chunk_bytes >> 20} MiB, checksum included",
-                "≥ 0.8 × a bare client with as many connections",
-                f"{found} ×, {speed.median:.2f} GB/s",
-                found.median >= 0.8,
-                pairs,
-                {**found.as_dict(), "gb_per_s": speed.median},
-            )
-        )
-    return rows
+    return bare_client.put_and_get(
+        bench,
+        "S3",
+        tier,
+        pool,
+        lambda value_bytes: Bare(server, value_bytes),
+        chunk_bytes=chunk_bytes,
+        round_bytes=ROUND_BYTES,
+        num_pairs=7,
+    )
 
 
 def real_kv(num_chunks: int) -> list[bytes]:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from tiers import chain, key
+from tiers import PATIENCE_S, chain, key, serve_beside_a_dead_tier
 
 import redis_servers
 from lmcache_rs import CacheEngineKey, LMCacheEngineConfig, MemoryObj, StorageManager, _native
@@ -24,7 +24,6 @@ from redis_servers import Server, wait_until
 MIB = 1 << 20
 DEADLINE_S = 2.0
 # How long a test waits for what must come, on a busy machine.
-PATIENCE_S = 60.0
 # After so long a server that is back is used again.
 RECOVERY_S = 30.0
 
@@ -331,26 +330,7 @@ def test_one_tier_out_of_reach_leaves_the_others_as_they_are(server: Server) -> 
         remote_url=f"redis://127.0.0.1:{dead}/, {server.url}",
         blocking_timeout_secs=DEADLINE_S,
     )
-    store = StorageManager(config)
-    assert list(store.backends) == ["LocalCPUBackend", "RemoteBackend", "RemoteBackend1"]
-    objects = store.batched_allocate([1000, 1000])
-    assert objects is not None
-    for memory_obj in objects:
-        memoryview(memory_obj)[:] = b"x" * 1000  # type: ignore[arg-type]
-    store.batched_put(chain(1, 2), objects)
-    del objects, memory_obj
-    assert store.flush(PATIENCE_S)
-    assert store.backends["LocalCPUBackend"].clear() == 2
-    assert store.contains(key(1)) == "RemoteBackend1"
-    assert store.batched_contains(chain(1, 2, 3)) == 2
-    found = store.batched_get(chain(1, 2))
-    assert [each and each.to_bytes() for each in found] == [b"x" * 1000] * 2
-    assert store.contains(key(1)) == "LocalCPUBackend"
-    stats = store.stats()
-    assert stats["RemoteBackend"]["faults_unreachable"] >= 1
-    assert not any(name.startswith("faults_") for name in stats["RemoteBackend1"])
-    del found
-    assert store.close(PATIENCE_S)
+    serve_beside_a_dead_tier(config)
 
 
 def test_strict_makes_a_server_out_of_reach_and_a_wrong_url_a_stop(

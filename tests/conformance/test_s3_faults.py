@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from test_remote_faults import PATIENCE_S, RECOVERY_S, Remote, assert_prefix, payload
-from tiers import chain, key
+from test_remote_faults import RECOVERY_S, Remote, assert_prefix, payload
+from tiers import PATIENCE_S, chain, key, serve_beside_a_dead_tier
 
 import s3_server
 from lmcache_rs import LMCacheEngineConfig, StorageManager
@@ -294,26 +294,9 @@ def test_one_store_out_of_reach_leaves_the_others_as_they_are(server: S3Server) 
         remote_serde="lossless",
         blocking_timeout_secs=DEADLINE_S,
     )
-    store = StorageManager(config)
-    assert list(store.backends) == ["LocalCPUBackend", "RemoteBackend", "RemoteBackend1"]
-    objects = store.batched_allocate([1000, 1000])
-    assert objects is not None
-    for memory_obj in objects:
-        memoryview(memory_obj)[:] = b"x" * 1000  # type: ignore[arg-type]
-    store.batched_put(chain(1, 2), objects)
-    del objects, memory_obj
-    assert store.flush(PATIENCE_S)
-    assert store.backends["LocalCPUBackend"].clear() == 2
-    assert store.contains(key(1)) == "RemoteBackend1"
-    found = store.batched_get(chain(1, 2))
-    assert [each and each.to_bytes() for each in found] == [b"x" * 1000] * 2
-    stats = store.stats()
-    assert stats["RemoteBackend"]["faults_unreachable"] >= 1
-    assert not any(name.startswith("faults_") for name in stats["RemoteBackend1"])
+    stats = serve_beside_a_dead_tier(config)
     # Packed: a header, and hardly more.
-    assert stats["RemoteBackend1"]["sent_bytes"] < 2 * (4096 + 100)
-    del found
-    assert store.close(PATIENCE_S)
+    assert stats["sent_bytes"] < 2 * (4096 + 100)
 
 
 def test_settings_that_cannot_be_kept_are_said(

@@ -16,7 +16,7 @@ from typing import Any
 
 import redis_servers
 import s3_server
-from lmcache_rs import CacheEngineKey, MemoryObj, _native
+from lmcache_rs import CacheEngineKey, LMCacheEngineConfig, MemoryObj, StorageManager, _native
 from lmcache_rs.storage import (
     LocalCPUBackend,
     LocalDiskBackend,
@@ -30,6 +30,8 @@ from lmcache_rs.storage.tier import BackendTier
 PAGE = 4096
 POOL_BYTES = 2048 * PAGE
 DEADLINE_S = 20.0
+PATIENCE_S = 60.0
+"""Seconds within which what must come has come."""
 
 
 def example(name: str) -> ModuleType:
@@ -311,3 +313,29 @@ TIERS = {
     "s3": _s3,
     "s3_lossless": _s3_lossless,
 }
+
+
+def serve_beside_a_dead_tier(config: LMCacheEngineConfig) -> dict[str, int]:
+    """Stores and loads over two remote tiers, the first of which is out of reach; the other one's
+    counters."""
+    store = StorageManager(config)
+    assert list(store.backends) == ["LocalCPUBackend", "RemoteBackend", "RemoteBackend1"]
+    objects = store.batched_allocate([1000, 1000])
+    assert objects is not None
+    for memory_obj in objects:
+        memoryview(memory_obj)[:] = b"x" * 1000  # type: ignore[arg-type]
+    store.batched_put(chain(1, 2), objects)
+    del objects, memory_obj
+    assert store.flush(PATIENCE_S)
+    assert store.backends["LocalCPUBackend"].clear() == 2
+    assert store.contains(key(1)) == "RemoteBackend1"
+    assert store.batched_contains(chain(1, 2, 3)) == 2
+    found = store.batched_get(chain(1, 2))
+    assert [each and each.to_bytes() for each in found] == [b"x" * 1000] * 2
+    assert store.contains(key(1)) == "LocalCPUBackend"
+    stats = store.stats()
+    assert stats["RemoteBackend"]["faults_unreachable"] >= 1
+    assert not any(name.startswith("faults_") for name in stats["RemoteBackend1"])
+    del found
+    assert store.close(PATIENCE_S)
+    return stats["RemoteBackend1"]
