@@ -9,7 +9,7 @@ use lmcache_memory::local_cpu::LocalCpu;
 use lmcache_memory::object::{ChunkMut, MemoryObj};
 
 use crate::lookup_server::{LookupAnswer, LookupIndex};
-use crate::object_form::{Description, Form};
+use crate::object_form::{Description, Form, key_text};
 
 /// One tier: a place where chunks are kept.
 ///
@@ -76,6 +76,24 @@ impl From<&MemoryObj> for Chunk {
             form: None,
             num_tokens: 0,
         }
+    }
+}
+
+/// What an object says of a chunk in memory. Where its positions are known there is one a token.
+pub(crate) fn described(
+    namespace: &str,
+    hash: ChunkHash,
+    object: &MemoryObj,
+    form: Option<&Form>,
+    num_tokens: u32,
+) -> Description {
+    let positions = object.positions();
+    Description {
+        key: key_text(namespace, hash),
+        payload_bytes: object.len() as u64,
+        num_tokens: positions.map_or(num_tokens, |positions| positions.len() as u32),
+        form: form.cloned(),
+        positions: positions.map(Into::into),
     }
 }
 

@@ -210,6 +210,11 @@ pub fn key_text(namespace: &str, hash: ChunkHash) -> String {
     format!("{namespace}@hash={}", hash.to_hex())
 }
 
+/// The namespace in the text form of a chunk's key; `None` if the text is no key.
+pub fn namespace_in(key: &str) -> Option<&str> {
+    key.rsplit_once("@hash=").map(|(namespace, _)| namespace)
+}
+
 impl Description {
     /// Bytes of its header; `None` if it says more than a header holds.
     pub fn header_bytes(&self) -> Option<usize> {

@@ -44,7 +44,7 @@ use self::reading::{Answer, Reading};
 use self::records::{Name, namespace_digest};
 use crate::backend::Backend;
 pub use crate::backend::{Arrival, Chunk};
-use crate::object_form::{Header, PAGE_BYTES, key_text};
+use crate::object_form::{Header, PAGE_BYTES, key_text, namespace_in};
 
 /// What a tier on disk is made of.
 #[derive(Debug, Clone)]
@@ -560,7 +560,7 @@ fn namespace_of(folder: &Folder, name: &Name) -> Option<String> {
     bytes.resize(header_bytes, 0);
     read_fully(&*file, &mut bytes, 0).ok()?;
     let header = Header::parse(&bytes).ok()?;
-    let namespace = header.description.key.rsplit_once("@hash=")?.0;
+    let namespace = namespace_in(&header.description.key)?;
     (namespace_digest(namespace) == name.namespace).then(|| namespace.to_owned())
 }
 

@@ -9,7 +9,8 @@ use lmcache_memory::object::MemoryObj;
 use super::faults::{Fault, Trouble};
 use super::records::{Event, Name, Record};
 use super::{Shared, add, chunk_io};
-use crate::object_form::{Description, Form, key_text};
+use crate::backend::described;
+use crate::object_form::Form;
 
 /// Chunks put together; when the last of them is done, all are refreshed as the chain they are.
 pub(super) struct Batch {
@@ -75,16 +76,14 @@ impl Put {
         }
         let shared = &self.batch.shared;
         let folder = shared.folder(self.name.hash);
-        let description = Description {
-            key: key_text(&self.namespace, self.name.hash),
-            payload_bytes: object.len() as u64,
-            num_tokens: match object.positions() {
-                Some(positions) => positions.len() as u32,
-                None => self.num_tokens,
-            },
-            form: self.form.clone(),
-            positions: object.positions().map(Into::into),
-        };
+        let form = self.form.as_ref();
+        let description = described(
+            &self.namespace,
+            self.name.hash,
+            object,
+            form,
+            self.num_tokens,
+        );
         let header = description.seal(object.bytes()).ok_or_else(|| {
             Trouble::new(
                 Fault::Full,

@@ -10,8 +10,8 @@ use parking_lot::{Condvar, Mutex};
 
 use super::client::Refusal;
 use super::{Shared, add, value};
-use crate::backend::Chunk;
-use crate::object_form::{Defect, Description, key_text};
+use crate::backend::{Chunk, described};
+use crate::object_form::Defect;
 
 /// What is known of the puts that are not done.
 #[derive(Debug)]
@@ -260,16 +260,8 @@ impl Put {
 
     fn value(&self) -> Option<Vec<bytes::Bytes>> {
         let object: &MemoryObj = &self.chunk.object;
-        let description = Description {
-            key: key_text(&self.namespace, self.hash),
-            payload_bytes: object.len() as u64,
-            num_tokens: match object.positions() {
-                Some(positions) => positions.len() as u32,
-                None => self.chunk.num_tokens,
-            },
-            form: self.chunk.form.clone(),
-            positions: object.positions().map(Into::into),
-        };
+        let (form, num_tokens) = (self.chunk.form.as_ref(), self.chunk.num_tokens);
+        let description = described(&self.namespace, self.hash, object, form, num_tokens);
         value::seal(&description, object.clone(), self.shared.options.serde)
     }
 }

@@ -9,7 +9,7 @@ use lmcache_core::key::begins_with;
 use super::Shared;
 use super::client::Refusal;
 use super::name::digest_text;
-use crate::object_form::{Header, PAGE_BYTES};
+use crate::object_form::{Header, PAGE_BYTES, namespace_in};
 
 /// Which namespaces go.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -113,8 +113,7 @@ impl Shared {
                 Ok(_) => {
                     let header = Header::parse_any(&begin).ok();
                     let key = header.map(|header| header.description.key);
-                    let namespace = key.as_deref().and_then(|key| key.rsplit_once("@hash="));
-                    let namespace = namespace.map(|(namespace, _)| namespace);
+                    let namespace = key.as_deref().and_then(namespace_in);
                     let ours = namespace.filter(|namespace| digest_text(namespace) == digest);
                     return Ok(ours.map(Arc::from));
                 }
