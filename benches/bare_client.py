@@ -15,16 +15,21 @@ DEPTH = 8
 NAMESPACE = "model=bench@world=1@worker=0@dtype=bfloat16"
 # What a header takes.
 HEADER_BYTES = 4096
+# What a protocol wraps an answer in.
+MARGIN = 64
 
 
 class Bare(Protocol):
-    """One connection that puts and gets values as they are, and does nothing else."""
+    """One connection that moves values as they are, and does nothing else."""
 
-    def put(self, number: int, value: memoryview) -> None:
-        """Stores a value under a number."""
+    def put(self, name: str, head: bytes, body: memoryview) -> None:
+        """Stores a value, which is in two pieces as ours is."""
 
-    def get(self, number: int, value_bytes: int) -> None:
-        """Receives a value of so many bytes."""
+    def get(self, name: str, into: memoryview, value_bytes: int) -> None:
+        """Receives a value of so many bytes; there is room for `MARGIN` more."""
+
+    def remove(self, name: str) -> None:
+        """Removes a value."""
 
     def close(self) -> None:
         """Ends the connection."""
@@ -35,7 +40,7 @@ def put_and_get(
     what: str,
     tier: Any,
     pool: Any,
-    connect: Callable[[int], Bare],
+    connect: Callable[[], Bare],
     *,
     chunk_bytes: int,
     round_bytes: int,
@@ -48,7 +53,7 @@ def put_and_get(
         what: The kind of server.
         tier: The native tier, whose pool has room for the chunks of a round twice.
         pool: That pool.
-        connect: Makes a bare connection for values of so many bytes.
+        connect: Makes a bare connection.
         chunk_bytes: Bytes of a chunk.
         round_bytes: Bytes that an arm moves.
         num_pairs: How often.
@@ -59,11 +64,17 @@ def put_and_get(
     for memory_obj in objects:
         memoryview(memory_obj)[:] = data
         memory_obj.seal()
-    value = memoryview(os.urandom(HEADER_BYTES) + data)
+    # The bare arm moves the same bytes from the same places, and keeps what it gets, too: one value
+    # over and over would stay in the processor's cache.
+    head = os.urandom(HEADER_BYTES)
+    bodies = [memoryview(memory_obj) for memory_obj in objects]
+    value_bytes = HEADER_BYTES + chunk_bytes
+    room = memoryview(bytearray(count * (value_bytes + MARGIN)))
+    kept = [room[at : at + value_bytes + MARGIN] for at in range(0, len(room), len(room) // count)]
     # As many of ours write at a time.
     lanes = {
-        "put": [connect(len(value)) for _ in range(DEPTH // 2)],
-        "get": [connect(len(value)) for _ in range(DEPTH)],
+        "put": [connect() for _ in range(DEPTH // 2)],
+        "get": [connect() for _ in range(DEPTH)],
     }
     threads = ThreadPoolExecutor(DEPTH)
     hashes: list[bytes] = []
@@ -71,10 +82,11 @@ def put_and_get(
     def bare(verb: str) -> None:
         def lane(at: int) -> None:
             for number in range(at, count, len(lanes[verb])):
+                name = f"bare:{hashes[number].hex()}"
                 if verb == "put":
-                    lanes[verb][at].put(number, value)
+                    lanes[verb][at].put(name, head, bodies[number])
                 else:
-                    lanes[verb][at].get(number, len(value))
+                    lanes[verb][at].get(name, kept[number], value_bytes)
 
         list(threads.map(lane, range(len(lanes[verb]))))
 
@@ -100,7 +112,10 @@ def put_and_get(
                 arm()
                 if turn >= 0:
                     times[name].append(time.perf_counter() - began)
+        # Both arms give the server its memory back.
         tier.clear()
+        for each in hashes:
+            lanes["get"][0].remove(f"bare:{each.hex()}")
     stats = tier.stats()
     assert not any(name.startswith("faults_") for name in stats), stats
     tier.close(10.0)

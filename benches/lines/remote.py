@@ -55,26 +55,28 @@ def free_port() -> int:
 class Bare:
     """A client that does nothing but send and receive: one connection, values as they are."""
 
-    def __init__(self, port: int, value_bytes: int) -> None:
+    def __init__(self, port: int) -> None:
         self._socket = socket.create_connection(("127.0.0.1", port))
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._into = memoryview(bytearray(value_bytes + 32))
 
-    def put(self, number: int, value: memoryview) -> None:
-        name = b"bare:%d" % number
-        head = b"*3\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (len(name), name, len(value))
-        self._socket.sendall(head)
-        self._socket.sendall(value)
+    def put(self, name: str, head: bytes, body: memoryview) -> None:
+        num_bytes = len(head) + len(body)
+        begin = f"*3\r\n$3\r\nSET\r\n${len(name)}\r\n{name}\r\n${num_bytes}\r\n"
+        self._socket.sendall(begin.encode() + head)
+        self._socket.sendall(body)
         self._socket.sendall(b"\r\n")
         assert self._socket.recv(64) == b"+OK\r\n"
 
-    def get(self, number: int, value_bytes: int) -> None:
-        name = b"bare:%d" % number
-        self._socket.sendall(b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n" % (len(name), name))
+    def get(self, name: str, into: memoryview, value_bytes: int) -> None:
+        self._socket.sendall(f"*2\r\n$3\r\nGET\r\n${len(name)}\r\n{name}\r\n".encode())
         due = len(b"$%d\r\n" % value_bytes) + value_bytes + 2
         count = 0
         while count < due:
-            count += self._socket.recv_into(self._into[count:due])
+            count += self._socket.recv_into(into[count:due])
+
+    def remove(self, name: str) -> None:
+        self._socket.sendall(f"*2\r\n$3\r\nDEL\r\n${len(name)}\r\n{name}\r\n".encode())
+        assert self._socket.recv(64) == b":1\r\n"
 
     def close(self) -> None:
         self._socket.close()
@@ -90,7 +92,7 @@ def put_and_get(bench: Bench, native: Any, port: int, chunk_bytes: int) -> list[
         "Redis",
         tier,
         pool,
-        lambda value_bytes: Bare(port, value_bytes),
+        lambda: Bare(port),
         chunk_bytes=chunk_bytes,
         round_bytes=ROUND_BYTES,
         num_pairs=11,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import http.client
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,28 +43,31 @@ def run(bench: Bench) -> list[Result]:
 class Bare:
     """One connection that puts and gets, and does nothing else."""
 
-    def __init__(self, server: Any, value_bytes: int) -> None:
+    def __init__(self, server: Any) -> None:
         self._connection = http.client.HTTPConnection("127.0.0.1", server.port)
-        self._headers = {"Authorization": s3_server.SIGNED}
-        self._into = memoryview(bytearray(value_bytes))
 
-    def put(self, number: int, value: memoryview) -> None:
-        path = f"/{s3_server.BUCKET}/bare/{number}"
-        self._connection.request("PUT", path, value, self._headers)
+    def _ask(self, verb: str, name: str, body: Any = None, **headers: str) -> Any:
+        headers["Authorization"] = s3_server.SIGNED
+        self._connection.request(verb, f"/{s3_server.BUCKET}/{name}", body, headers)
         answer = self._connection.getresponse()
-        answer.read()
-        assert answer.status == 200
+        assert answer.status in (200, 204), answer.status
+        return answer
 
-    def get(self, number: int, value_bytes: int) -> None:
-        path = f"/{s3_server.BUCKET}/bare/{number}"
-        self._connection.request("GET", path, headers=self._headers)
-        answer = self._connection.getresponse()
+    def put(self, name: str, head: bytes, body: memoryview) -> None:
+        length = str(len(head) + len(body))
+        self._ask("PUT", name, iter((head, body)), **{"Content-Length": length}).read()
+
+    def get(self, name: str, into: memoryview, value_bytes: int) -> None:
+        answer = self._ask("GET", name)
         count = 0
         while count < value_bytes:
-            read = answer.readinto(self._into[count:])
+            read = answer.readinto(into[count:value_bytes])
             assert read
             count += read
         answer.read()
+
+    def remove(self, name: str) -> None:
+        self._ask("DELETE", name).read()
 
     def close(self) -> None:
         self._connection.close()
@@ -86,7 +88,7 @@ def put_and_get(bench: Bench, native: Any, server: Any, chunk_bytes: int) -> lis
         "S3",
         tier,
         pool,
-        lambda value_bytes: Bare(server, value_bytes),
+        lambda: Bare(server),
         chunk_bytes=chunk_bytes,
         round_bytes=ROUND_BYTES,
         num_pairs=7,
@@ -150,9 +152,3 @@ def packing(bench: Bench, native: Any) -> list[Result]:
         )
     )
     return rows
-
-
-def timed(work: Callable[[], None]) -> float:
-    began = time.perf_counter()
-    work()
-    return time.perf_counter() - began

@@ -290,7 +290,7 @@ class LossyShelf(Schedule):
     def __init__(self, seed: int) -> None:
         draw = random.Random(f"shelf {seed}")
         settings = Settings.drawn(draw).but(
-            shelf=True, pool_chunks=draw.choice((2, 3, 4, 4, 6, 12)), kv_role="kv_both"
+            shelf=True, pool_chunks=draw.choice((2, 3, 4, 4, 6, 6, 12)), kv_role="kv_both"
         )
         super().__init__(seed, settings)
         self._shelf_losses = draw.choice((0.0, 0.0, 0.1, 0.3))
@@ -324,7 +324,7 @@ class LossyShelf(Schedule):
             chunks.pop(self._draw.choice(sorted(chunks)), None)
         # Threads have their turn.
         if self._draw.random() < 0.5:
-            time.sleep(0.0005)
+            time.sleep(0.002)
 
 
 @pytest.mark.parametrize("first", range(0, NUM_STREAM_SCHEDULES, 100))
@@ -345,8 +345,8 @@ def test_those_schedules_reach_what_they_are_meant_to() -> None:
         pytest.skip("no schedule has run")
     print(dict(seen))
     for what, least in {
-        "streamed_loads": 0.3,
-        "streamed_chunks": 0.5,
+        "streamed_loads": 0.25,
+        "streamed_chunks": 0.25,
         "failed loads that were waited for": 0.05,
         "aborts during a load": 0.02,
     }.items():
