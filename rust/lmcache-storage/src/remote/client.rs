@@ -10,6 +10,8 @@ use std::time::Duration;
 
 use bytes::Bytes;
 
+use super::landing::Landing;
+
 /// A call that is under way.
 pub type Answer<'a, T> = Pin<Box<dyn Future<Output = Result<T, Refusal>> + Send + 'a>>;
 
@@ -31,9 +33,9 @@ pub trait Client: fmt::Debug + Send + Sync {
     /// can.
     fn prefix<'a>(&'a self, names: &'a [String]) -> Answer<'a, usize>;
 
-    /// The value; `None` if there is none. One of more than `max_bytes` is refused as
-    /// [`Refusal::TooLarge`], and not read to its end.
-    fn get<'a>(&'a self, name: &'a str, max_bytes: u64) -> Answer<'a, Option<Bytes>>;
+    /// The value, into where it is to go, as far as that wants it; false if there is none. One too large for
+    /// that is refused as [`Refusal::TooLarge`], and not read to its end.
+    fn get<'a>(&'a self, name: &'a str, into: &'a mut Landing) -> Answer<'a, bool>;
 
     /// The first `max_bytes` of a value, or all of a shorter one; `None` if there is none.
     fn begin<'a>(&'a self, name: &'a str, max_bytes: u64) -> Answer<'a, Option<Bytes>>;

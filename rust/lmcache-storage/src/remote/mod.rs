@@ -9,10 +9,9 @@
 //! by reason.
 
 mod breaker;
-#[cfg(any(feature = "redis", feature = "object-store"))]
-mod buffers;
 pub mod client;
 mod faults;
+mod landing;
 pub mod name;
 #[cfg(feature = "object-store")]
 pub mod object_store;
@@ -43,6 +42,7 @@ use tokio::time::{sleep, timeout};
 use self::breaker::{Breaker, Hold, probe_waits};
 use self::client::{Answer, Client, Finding, Page, Refusal};
 use self::faults::Faults;
+pub use self::landing::Landing;
 use self::name::{Names, digest_text};
 use self::puts::Line;
 use self::sweeps::Sweep;

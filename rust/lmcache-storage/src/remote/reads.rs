@@ -1,19 +1,22 @@
 //! Reads of many chunks: several under way, taken in their order, and given as far as they came by the deadline.
 
+use std::future::Future;
+use std::pin::Pin;
 use std::sync::Arc;
+use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
-use bytes::Bytes;
 use futures_util::{StreamExt, stream};
 use lmcache_core::hash::ChunkHash;
 use lmcache_memory::local_cpu::LocalCpu;
 use parking_lot::{Condvar, Mutex};
+use tokio::task::JoinHandle;
 
 use super::client::Refusal;
-use super::value::{self, Unusable};
+use super::landing::{Landing, Unusable};
 use super::{Shared, add};
 use crate::backend::Arrival;
-use crate::object_form::{PAGE_BYTES, key_text};
+use crate::object_form::key_text;
 
 /// What has come of one read.
 #[derive(Debug, Default)]
@@ -108,21 +111,6 @@ impl Shared {
         }
         arrivals
     }
-
-    fn unpack(&self, pool: &LocalCpu, value: &Bytes, key: &str) -> Result<Arrival, Unusable> {
-        let room = |bytes: usize| pool.allocate(&[bytes]).and_then(|mut one| one.pop());
-        let (chunk, description) = value::open(
-            value,
-            key,
-            self.options.serde,
-            self.options.max_value_bytes,
-            room,
-        )?;
-        add(&self.counts.got_chunks, 1);
-        add(&self.counts.got_bytes, chunk.len() as u64);
-        add(&self.counts.received_bytes, value.len() as u64);
-        Ok(Arrival { chunk, description })
-    }
 }
 
 async fn read(
@@ -134,23 +122,20 @@ async fn read(
 ) {
     let shared = &shared;
     let names = shared.names.of_each(&namespace, &hashes);
-    // No more than fits: what is larger is not ours to read.
-    let most = pool.capacity_bytes() + MAX_HEADER_BYTES;
-    let most = most.min(shared.options.max_value_bytes);
-    let fetch = |name: String| async move {
-        let _permit = shared.read_permits.acquire().await.ok()?;
-        let found = shared.call("get", shared.client.get(&name, most)).await;
-        Some((name, found??))
-    };
-    let mut values = stream::iter(names)
-        .map(fetch)
+    let landings = hashes.into_iter().map(|hash| {
+        let key = key_text(&namespace, hash);
+        Landing::new(key, &shared.options, pool.clone())
+    });
+    // Each is a task of its own: one thread alone may be slower than the network.
+    let mut values = stream::iter(names.into_iter().zip(landings))
+        .map(|(name, landing)| Fetch(tokio::spawn(fetch(Arc::clone(shared), name, landing))))
         .buffered(shared.options.operations);
-    for hash in hashes {
-        let Some(Some((name, value))) = values.next().await else {
-            return;
-        };
-        match shared.unpack(&pool, &value, &key_text(&namespace, hash)) {
-            Ok(arrival) => {
+    while let Some(Some((name, outcome))) = values.next().await {
+        match outcome {
+            Ok((arrival, received)) => {
+                add(&shared.counts.got_chunks, 1);
+                add(&shared.counts.got_bytes, arrival.chunk.len() as u64);
+                add(&shared.counts.received_bytes, received);
                 if !last.0.push(arrival) {
                     return;
                 }
@@ -173,5 +158,37 @@ async fn read(
     }
 }
 
-/// More than a header of any chunk: eight bytes a position, and a key.
-const MAX_HEADER_BYTES: u64 = 8 * (1 << 20) + 16 * PAGE_BYTES as u64;
+/// What became of a value, and how many bytes it had.
+type Fetched = (String, Result<(Arrival, u64), Unusable>);
+
+/// One value; `None` if there is none.
+async fn fetch(shared: Arc<Shared>, name: String, mut landing: Landing) -> Option<Fetched> {
+    let _permit = shared.read_permits.acquire().await.ok()?;
+    let got = shared.client.get(&name, &mut landing);
+    if !shared.call("get", got).await? {
+        return None;
+    }
+    let received = landing.came();
+    let outcome = landing.finish().map(|arrival| (arrival, received));
+    Some((name, outcome))
+}
+
+/// A fetch that goes with whoever wanted it.
+struct Fetch(JoinHandle<Option<Fetched>>);
+
+impl Drop for Fetch {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
+}
+
+impl Future for Fetch {
+    type Output = Option<Fetched>;
+
+    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
+        // One that panicked has brought nothing.
+        Pin::new(&mut self.0)
+            .poll(context)
+            .map(|joined| joined.ok()?)
+    }
+}

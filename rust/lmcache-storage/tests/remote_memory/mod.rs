@@ -9,6 +9,7 @@ use bytes::Bytes;
 use lmcache_core::hash::ChunkHash;
 use lmcache_memory::local_cpu::LocalCpu;
 use lmcache_storage::backend::{Arrival, Chunk};
+use lmcache_storage::remote::Landing;
 use lmcache_storage::remote::client::{Answer, Client, Finding, Page, Refusal};
 use parking_lot::Mutex;
 use tokio::sync::Notify;
@@ -69,7 +70,15 @@ pub(crate) enum Mood {
     Refusing(Refusal),
 }
 
-type Delay = fn(usize) -> Duration;
+/// How long a get takes, told by its number and the name that it asks for.
+struct Delay(Box<DelayOf>);
+type DelayOf = dyn Fn(usize, &str) -> Duration + Send + Sync;
+
+impl std::fmt::Debug for Delay {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Delay")
+    }
+}
 
 #[derive(Debug, Default)]
 pub(crate) struct Store {
@@ -95,9 +104,12 @@ impl Store {
         self.awake.notify_waiters();
     }
 
-    pub(crate) fn delay_gets(&self, delay: Delay) {
+    pub(crate) fn delay_gets(
+        &self,
+        delay: impl Fn(usize, &str) -> Duration + Send + Sync + 'static,
+    ) {
         self.gets.store(0, Ordering::Relaxed);
-        *self.delay.lock() = Some(delay);
+        *self.delay.lock() = Some(Delay(Box::new(delay)));
     }
 
     pub(crate) fn num_calls(&self) -> usize {
@@ -166,20 +178,20 @@ impl Client for Store {
         })
     }
 
-    fn get<'a>(&'a self, name: &'a str, max_bytes: u64) -> Answer<'a, Option<Bytes>> {
+    fn get<'a>(&'a self, name: &'a str, into: &'a mut Landing) -> Answer<'a, bool> {
         Box::pin(async move {
             let nth = self.gets.fetch_add(1, Ordering::Relaxed);
             let now = self.gets_now.fetch_add(1, Ordering::Relaxed) + 1;
             self.most_gets.fetch_max(now, Ordering::Relaxed);
-            let delay = *self.delay.lock();
+            let delay = self.delay.lock().as_ref().map(|delay| delay.0(nth, name));
             if let Some(delay) = delay {
-                tokio::time::sleep(delay(nth)).await;
+                tokio::time::sleep(delay).await;
             }
             self.gets_now.fetch_sub(1, Ordering::Relaxed);
             self.react(false).await?;
             match self.value(name) {
-                Some(value) if value.len() as u64 > max_bytes => Err(Refusal::TooLarge),
-                found => Ok(found),
+                Some(value) => into.take(&value).map(|()| true),
+                None => Ok(false),
             }
         })
     }

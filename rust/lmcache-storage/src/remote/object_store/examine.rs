@@ -63,7 +63,7 @@ impl Store {
             let put = put.map_err(refused("PutObject"))?;
             // "null" is the version of what a bucket without versions holds.
             is_versioned = put.version.is_some_and(|version| version != "null");
-            match self.get(name, 16).await {
+            match self.begin(name, 16).await {
                 Ok(Some(found)) if found == value => {}
                 Ok(_) => {
                     let words = "what was put was not what came back".to_owned();

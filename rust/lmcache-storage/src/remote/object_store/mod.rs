@@ -34,9 +34,8 @@ use object_store::{GetOptions, GetRange, GetResult, ObjectStore, ObjectStoreExt,
 use self::address::Address;
 use self::hints::Hints;
 use self::refusals::{is_absent, refusal};
-use super::buffers::Buffers;
 use super::client::{Answer, Client, Finding, Page, Refusal};
-use super::{Credentials, Server};
+use super::{Credentials, Landing, Server};
 
 /// What a URL of an object store begins with.
 pub const SCHEMES: [&str; 5] = ["s3", "s3a", "gs", "az", "azure"];
@@ -68,7 +67,6 @@ impl<T: ObjectStore + PaginatedListStore> Objects for T {}
 struct Store {
     objects: Arc<dyn Objects>,
     hints: Hints,
-    buffers: Buffers,
     address: Address,
 }
 
@@ -87,7 +85,6 @@ impl Store {
         Ok(Self {
             objects: address.open(credentials)?,
             hints: Hints::default(),
-            buffers: Buffers::default(),
             address,
         })
     }
@@ -155,51 +152,86 @@ impl Store {
         Ok(count)
     }
 
-    /// The bytes of an answer, which are as many as it said.
-    async fn body(&self, answer: GetResult, max_bytes: u64) -> Result<Bytes, Refusal> {
-        let due = answer.range.end - answer.range.start;
-        if due > max_bytes {
-            return Err(Refusal::TooLarge);
-        }
-        let mut body = self.buffers.take(due as usize);
+    /// Hands on the bytes of an answer, which are as many as it said, until they are not wanted any more.
+    async fn body(
+        answer: GetResult,
+        due: u64,
+        mut take: impl FnMut(&[u8]) -> bool,
+    ) -> Result<(), Refusal> {
+        let mut came = 0;
         let mut pieces = answer.into_stream();
         while let Some(piece) = pieces.next().await {
             let piece = piece.map_err(|_| {
                 // To the crate it cannot be decoded: it ended.
-                let words = format!("an answer broke off after {} of {due} bytes", body.len());
+                let words = format!("an answer broke off after {came} of {due} bytes");
                 Refusal::Unreachable(words)
             })?;
-            if body.len() + piece.len() > due as usize {
+            came += piece.len() as u64;
+            if came > due {
                 return Err(Refusal::Protocol(
                     "an answer longer than it said".to_owned(),
                 ));
             }
-            body.extend_from_slice(&piece);
+            if !take(&piece) {
+                return Ok(());
+            }
         }
-        if (body.len() as u64) < due {
-            let words = format!("an answer ended after {} of {due} bytes", body.len());
+        if came < due {
+            let words = format!("an answer ended after {came} of {due} bytes");
             return Err(Refusal::Unreachable(words));
         }
-        Ok(self.buffers.lend(body))
+        Ok(())
     }
 
-    async fn read(
+    async fn answer(
         &self,
         name: &str,
         options: GetOptions,
-        max_bytes: u64,
-    ) -> Result<Option<Bytes>, Refusal> {
+    ) -> Result<Option<(GetResult, u64)>, Refusal> {
         let path = self.path(name)?;
         let outcome = self.objects.get_opts(&path, options).await;
-        let Some(answer) = self.found(name, outcome)? else {
-            return Ok(None);
+        let found = self.found(name, outcome)?;
+        Ok(found.map(|answer| {
+            let due = answer.range.end - answer.range.start;
+            (answer, due)
+        }))
+    }
+
+    async fn land(&self, name: &str, into: &mut Landing) -> Result<bool, Refusal> {
+        let answer = self.answer(name, GetOptions::default()).await?;
+        let Some((answer, due)) = answer else {
+            return Ok(false);
         };
-        let body = self.body(answer, max_bytes).await;
-        match &body {
-            Ok(_) => self.hints.note(name),
+        let landed = match into.expect(due) {
+            Ok(()) => Self::body(answer, due, |piece| into.push(piece)).await,
+            Err(refusal) => Err(refusal),
+        };
+        match &landed {
+            Ok(()) => self.hints.note(name),
             Err(_) => self.hints.drop(name),
         }
-        body.map(Some)
+        landed.map(|()| true)
+    }
+
+    async fn read_begin(&self, name: &str, max_bytes: u64) -> Result<Option<Bytes>, Refusal> {
+        let options = GetOptions {
+            range: Some(GetRange::Bounded(0..max_bytes)),
+            ..GetOptions::default()
+        };
+        let Some((answer, due)) = self.answer(name, options).await? else {
+            return Ok(None);
+        };
+        if due > max_bytes {
+            return Err(Refusal::TooLarge);
+        }
+        let mut begin = Vec::with_capacity(due as usize);
+        Self::body(answer, due, |piece| {
+            begin.extend_from_slice(piece);
+            true
+        })
+        .await?;
+        self.hints.note(name);
+        Ok(Some(begin.into()))
     }
 
     async fn delete(&self, names: &[String]) -> Result<usize, Refusal> {
@@ -256,16 +288,12 @@ impl Client for Store {
         Box::pin(self.count_existing(names))
     }
 
-    fn get<'a>(&'a self, name: &'a str, max_bytes: u64) -> Answer<'a, Option<Bytes>> {
-        Box::pin(self.read(name, GetOptions::default(), max_bytes))
+    fn get<'a>(&'a self, name: &'a str, into: &'a mut Landing) -> Answer<'a, bool> {
+        Box::pin(self.land(name, into))
     }
 
     fn begin<'a>(&'a self, name: &'a str, max_bytes: u64) -> Answer<'a, Option<Bytes>> {
-        let options = GetOptions {
-            range: Some(GetRange::Bounded(0..max_bytes)),
-            ..GetOptions::default()
-        };
-        Box::pin(self.read(name, options, max_bytes))
+        Box::pin(self.read_begin(name, max_bytes))
     }
 
     fn remove<'a>(&'a self, names: &'a [String]) -> Answer<'a, usize> {

@@ -28,10 +28,10 @@ use self::address::{Address, Servers};
 use self::cluster::Cluster;
 use self::refusals::unexpected;
 use self::single::Single;
-use self::wire::Reply;
+use self::wire::{Destination, Reply};
 use super::client::{Answer, Client, Finding, Page, Refusal};
 use super::name::ROOT;
-use super::{Credentials, Server};
+use super::{Credentials, Landing, Server};
 
 /// What a URL of a Redis or Valkey server begins with.
 pub const SCHEMES: [&str; 15] = [
@@ -138,24 +138,32 @@ impl Redis {
         Ok(count)
     }
 
-    async fn range(&self, name: &str, bytes: u64) -> Result<Option<Bytes>, Refusal> {
-        if let Link::Single(single) = &self.link {
-            let end = bytes.saturating_sub(1).to_string();
-            let words = ["GETRANGE", name, "0", &end];
-            let command = words.map(|word| vec![Bytes::copy_from_slice(word.as_bytes())]);
-            match single.heavy(&command, bytes).await.transpose()? {
-                // No value of ours is empty.
-                Some(Reply::Bulk(found)) => return Ok(found.filter(|value| !value.is_empty())),
-                Some(Reply::Word(_)) => {
-                    return Err(Refusal::Protocol("GETRANGE is answered by a word".into()));
-                }
-                None => {}
-            }
+    /// The first bytes of a value, past the driver; how many there are, as no value of ours is empty. `None` where
+    /// only the driver gets there.
+    async fn heavy_range(
+        &self,
+        name: &str,
+        bytes: u64,
+        into: Destination<'_>,
+    ) -> Result<Option<usize>, Refusal> {
+        let Link::Single(single) = &self.link else {
+            return Ok(None);
+        };
+        let end = bytes.saturating_sub(1).to_string();
+        let words = ["GETRANGE", name, "0", &end];
+        let command = words.map(|word| vec![Bytes::copy_from_slice(word.as_bytes())]);
+        match single.heavy(&command, into).await.transpose()? {
+            Some(Reply::Bulk(len)) => Ok(Some(len.unwrap_or(0))),
+            Some(Reply::Word(_)) => Err(Refusal::Protocol("GETRANGE is answered by a word".into())),
+            None => Ok(None),
         }
+    }
+
+    /// The first bytes of a value, over the driver.
+    async fn light_range(&self, name: &str, bytes: u64) -> Result<Option<Bytes>, Refusal> {
         let mut cmd = redis::cmd("GETRANGE");
         cmd.arg(name).arg(0).arg(bytes.saturating_sub(1));
         match self.command(&cmd).await? {
-            // No value of ours is empty.
             Value::BulkString(bytes) if bytes.is_empty() => Ok(None),
             Value::BulkString(bytes) => Ok(Some(Bytes::from(bytes))),
             Value::Nil => Ok(None),
@@ -185,7 +193,11 @@ impl Client for Redis {
                 if let Some(ttl) = &ttl {
                     command.extend([word("PX"), word(ttl)]);
                 }
-                match single.heavy(&command, 0).await.transpose()? {
+                match single
+                    .heavy(&command, Destination::Nothing)
+                    .await
+                    .transpose()?
+                {
                     Some(Reply::Word(done)) if done == "OK" => return Ok(()),
                     Some(_) => return Err(Refusal::Protocol("SET is not answered by OK".into())),
                     None => {}
@@ -218,17 +230,33 @@ impl Client for Redis {
         Box::pin(self.count_existing(names))
     }
 
-    fn get<'a>(&'a self, name: &'a str, max_bytes: u64) -> Answer<'a, Option<Bytes>> {
+    fn get<'a>(&'a self, name: &'a str, into: &'a mut Landing) -> Answer<'a, bool> {
         Box::pin(async move {
-            match self.range(name, max_bytes.saturating_add(1)).await? {
-                Some(value) if value.len() as u64 > max_bytes => Err(Refusal::TooLarge),
-                found => Ok(found),
+            // One more than is taken tells that it is too large.
+            let bytes = into.max_bytes().saturating_add(1);
+            if let Some(len) = self
+                .heavy_range(name, bytes, Destination::Landing(into))
+                .await?
+            {
+                return Ok(len > 0);
+            }
+            match self.light_range(name, bytes).await? {
+                Some(value) => into.take(&value).map(|()| true),
+                None => Ok(false),
             }
         })
     }
 
     fn begin<'a>(&'a self, name: &'a str, max_bytes: u64) -> Answer<'a, Option<Bytes>> {
-        Box::pin(self.range(name, max_bytes))
+        Box::pin(async move {
+            let mut begin = Vec::new();
+            let into = Destination::Memory(&mut begin, max_bytes);
+            match self.heavy_range(name, max_bytes, into).await? {
+                Some(0) => Ok(None),
+                Some(_) => Ok(Some(begin.into())),
+                None => self.light_range(name, max_bytes).await,
+            }
+        })
     }
 
     fn remove<'a>(&'a self, names: &'a [String]) -> Answer<'a, usize> {
@@ -357,7 +385,7 @@ impl Redis {
             self.put(&name, vec![Bytes::from_static(b"probe")], ttl)
                 .await
                 .map_err(|refusal| ("SET", refusal))?;
-            self.get(&name, 16)
+            self.begin(&name, 16)
                 .await
                 .map_err(|refusal| ("GETRANGE", refusal))?;
             self.list(&name, None)

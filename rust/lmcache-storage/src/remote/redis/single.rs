@@ -12,10 +12,9 @@ use redis::{
     Value,
 };
 
-use super::super::buffers::Buffers;
 use super::address::{CONNECT_WITHIN, Servers, plain_words, tcp_settings};
 use super::refusals::refusal;
-use super::wire::{Failure, Reply, Wire};
+use super::wire::{Destination, Failure, Reply, Wire};
 use crate::remote::client::Refusal;
 
 /// A call that is dropped sooner says nothing of the server: nobody wanted its answer any more.
@@ -34,7 +33,6 @@ pub(super) struct Single {
     is_plain: bool,
     idle: Mutex<Vec<MultiplexedConnection>>,
     idle_wires: Mutex<Vec<Wire>>,
-    buffers: Buffers,
     max_idle: usize,
 }
 
@@ -133,7 +131,6 @@ impl Single {
             is_plain,
             idle: Mutex::default(),
             idle_wires: Mutex::default(),
-            buffers: Buffers::default(),
             max_idle: operations * 2,
         })
     }
@@ -212,20 +209,20 @@ impl Single {
     pub(super) async fn heavy(
         &self,
         arguments: &[Vec<Bytes>],
-        max_bytes: u64,
+        into: Destination<'_>,
     ) -> Option<Result<Reply, Refusal>> {
         if !self.is_plain {
             return None;
         }
         let in_use = self.in_use();
-        let outcome = self.heavy_over_any(arguments, max_bytes).await;
+        let outcome = self.heavy_over_any(arguments, into).await;
         Some(in_use.end(outcome))
     }
 
     async fn heavy_over_any(
         &self,
         arguments: &[Vec<Bytes>],
-        max_bytes: u64,
+        mut into: Destination<'_>,
     ) -> Result<Reply, Refusal> {
         loop {
             let idle = self.idle_wires.lock().pop();
@@ -234,11 +231,11 @@ impl Single {
                 Some(wire) => wire,
                 None => {
                     let client = self.client().await?;
-                    Wire::open(client.get_connection_info(), self.buffers.clone()).await?
+                    Wire::open(client.get_connection_info()).await?
                 }
             };
             // As with the driver's: not put back if this call is dropped here.
-            match wire.command(arguments, max_bytes).await {
+            match wire.command(arguments, into.again()).await {
                 Ok(reply) => {
                     self.put_back_wire(wire);
                     return Ok(reply);
@@ -259,6 +256,9 @@ impl Single {
     }
 
     fn put_back_wire(&self, wire: Wire) {
+        if wire.is_spent {
+            return;
+        }
         let mut idle = self.idle_wires.lock();
         if idle.len() < self.max_idle {
             idle.push(wire);
@@ -354,7 +354,12 @@ mod tests {
             let single = Single::new(Servers::One(info), None, 4).expect("right settings");
             let ping = redis::cmd("PING");
             let set = ["SET", "name", "value"].map(|word| vec![Bytes::from(word)]);
-            let heavy = || async { single.heavy(&set, 0).await.expect("a plain socket") };
+            let heavy = || async {
+                single
+                    .heavy(&set, Destination::Nothing)
+                    .await
+                    .expect("a plain socket")
+            };
             for outcome in join_all((0..3).map(|_| single.command(&ping))).await {
                 outcome.expect("answered");
             }

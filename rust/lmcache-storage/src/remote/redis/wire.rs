@@ -14,10 +14,10 @@ use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
 use tokio::net::{TcpStream, UnixStream};
 use tokio::time::timeout;
 
-use super::super::buffers::Buffers;
 use super::address::CONNECT_WITHIN;
 use super::refusals::{refusal, refusal_of_credentials};
 use crate::remote::client::Refusal;
+use crate::remote::landing::Landing;
 
 /// Pieces up to this size are sent together with what is before them.
 const SMALL_BYTES: usize = 64 << 10;
@@ -32,7 +32,8 @@ impl<T: AsyncRead + AsyncWrite + Send> Socket for T {}
 /// One connection.
 pub(super) struct Wire {
     socket: Pin<Box<dyn Socket>>,
-    buffers: Buffers,
+    /// Whether nothing more is to be asked: an answer was left unread.
+    pub(super) is_spent: bool,
     /// Whether what is asked holds credentials.
     is_secret: bool,
 }
@@ -42,8 +43,38 @@ pub(super) struct Wire {
 pub(super) enum Reply {
     /// `OK`, or another word.
     Word(String),
-    /// Bytes, or nothing.
-    Bulk(Option<Bytes>),
+    /// So many bytes, or nothing.
+    Bulk(Option<usize>),
+}
+
+/// Where the bytes of an answer go.
+pub(super) enum Destination<'a> {
+    /// There are none in it.
+    Nothing,
+    /// All of them here, and no more than so many.
+    Memory(&'a mut Vec<u8>, u64),
+    /// A value.
+    Landing(&'a mut Landing),
+}
+
+impl Destination<'_> {
+    /// The most bytes that may come.
+    fn most(&self) -> u64 {
+        match self {
+            Self::Nothing => 0,
+            Self::Memory(_, most) => *most,
+            // One more than is taken tells that it is too large.
+            Self::Landing(landing) => landing.max_bytes().saturating_add(1),
+        }
+    }
+
+    pub(super) fn again(&mut self) -> Destination<'_> {
+        match self {
+            Self::Nothing => Destination::Nothing,
+            Self::Memory(memory, most) => Destination::Memory(memory, *most),
+            Self::Landing(landing) => Destination::Landing(landing),
+        }
+    }
 }
 
 /// Why there is no reply.
@@ -77,8 +108,8 @@ impl Failure {
 }
 
 impl Wire {
-    pub(super) async fn open(info: &ConnectionInfo, buffers: Buffers) -> Result<Self, Refusal> {
-        let opened = timeout(CONNECT_WITHIN, Self::greet(info, buffers)).await;
+    pub(super) async fn open(info: &ConnectionInfo) -> Result<Self, Refusal> {
+        let opened = timeout(CONNECT_WITHIN, Self::greet(info)).await;
         match opened {
             Ok(outcome) => outcome.map_err(Failure::into_refusal),
             Err(_) => Err(Refusal::Unreachable(format!(
@@ -87,7 +118,7 @@ impl Wire {
         }
     }
 
-    async fn greet(info: &ConnectionInfo, buffers: Buffers) -> Result<Self, Failure> {
+    async fn greet(info: &ConnectionInfo) -> Result<Self, Failure> {
         let socket: Pin<Box<dyn Socket>> = match info.addr() {
             ConnectionAddr::Tcp(host, port) => {
                 let stream = TcpStream::connect((host.as_str(), *port)).await?;
@@ -104,7 +135,7 @@ impl Wire {
         };
         let mut wire = Self {
             socket,
-            buffers,
+            is_spent: false,
             is_secret: true,
         };
         let settings = info.redis_settings();
@@ -113,30 +144,30 @@ impl Wire {
             let username = settings.username().map(str::to_owned);
             command.extend(username.map(Bytes::from));
             command.push(Bytes::from(password.to_owned()));
-            wire.ask(&command, 0).await?;
+            wire.ask(&command).await?;
         }
         wire.is_secret = false;
         if settings.db() != 0 {
             let db = Bytes::from(settings.db().to_string());
-            wire.ask(&[Bytes::from_static(b"SELECT"), db], 0).await?;
+            wire.ask(&[Bytes::from_static(b"SELECT"), db]).await?;
         }
         Ok(wire)
     }
 
     /// One command of whole arguments.
-    async fn ask(&mut self, arguments: &[Bytes], max_bytes: u64) -> Result<Reply, Failure> {
+    async fn ask(&mut self, arguments: &[Bytes]) -> Result<Reply, Failure> {
         let split: Vec<Vec<Bytes>> = arguments.iter().map(|each| vec![each.clone()]).collect();
-        self.command(&split, max_bytes).await
+        self.command(&split, Destination::Nothing).await
     }
 
-    /// One command of arguments in pieces; bytes that it is answered by are no more than `max_bytes`.
+    /// One command of arguments in pieces, and where the bytes go that it is answered by.
     pub(super) async fn command(
         &mut self,
         arguments: &[Vec<Bytes>],
-        max_bytes: u64,
+        into: Destination<'_>,
     ) -> Result<Reply, Failure> {
         match self.send(arguments).await {
-            Ok(()) => self.reply(max_bytes).await,
+            Ok(()) => self.reply(into).await,
             Err(error) => Err(self.last_words(error).await),
         }
     }
@@ -163,7 +194,7 @@ impl Wire {
 
     /// Why a server closed the connection before it had all: one that takes no value so large says so first.
     async fn last_words(&mut self, error: io::Error) -> Failure {
-        match timeout(LAST_WORDS_WITHIN, self.reply(0)).await {
+        match timeout(LAST_WORDS_WITHIN, self.reply(Destination::Nothing)).await {
             // An outage may be only this connection's: a fresh one tells.
             Ok(Err(Failure::Refused { refusal, .. })) if !refusal.is_outage() => Failure::Refused {
                 refusal,
@@ -173,7 +204,7 @@ impl Wire {
         }
     }
 
-    async fn reply(&mut self, max_bytes: u64) -> Result<Reply, Failure> {
+    async fn reply(&mut self, into: Destination<'_>) -> Result<Reply, Failure> {
         let mut read = Vec::with_capacity(MAX_LINE);
         let end = loop {
             if let Some(end) = read.windows(2).position(|two| two == b"\r\n") {
@@ -192,8 +223,8 @@ impl Wire {
         match line.first() {
             Some(b'$') => match text().parse::<i64>() {
                 Ok(-1) => Ok(Reply::Bulk(None)),
-                Ok(len) if len >= 0 && len.cast_unsigned() <= max_bytes => {
-                    self.bulk(len as usize, rest).await
+                Ok(len) if len >= 0 && len.cast_unsigned() <= into.most() => {
+                    self.bulk(len as usize, rest, into).await
                 }
                 _ => Err(Failure::protocol(
                     "its answer has another length than can be",
@@ -217,24 +248,66 @@ impl Wire {
         }
     }
 
-    async fn bulk(&mut self, len: usize, begin: &[u8]) -> Result<Reply, Failure> {
-        let due = len + 2;
-        if begin.len() > due {
+    /// The bytes of an answer; `begin` are those that came with its first line.
+    async fn bulk(
+        &mut self,
+        len: usize,
+        begin: &[u8],
+        into: Destination<'_>,
+    ) -> Result<Reply, Failure> {
+        if begin.len() > len + 2 {
             return Err(Failure::protocol("it answers what nobody asked"));
         }
-        let mut value = self.buffers.take(due);
-        value.extend_from_slice(begin);
-        while value.len() < due {
-            let room = due - value.len();
-            if self.socket.read_buf(&mut (&mut value).limit(room)).await? == 0 {
-                return Err(Failure::Broken(io::ErrorKind::UnexpectedEof.into()));
+        let (begin, after) = begin.split_at(begin.len().min(len));
+        match into {
+            Destination::Nothing => {}
+            Destination::Memory(memory, _) => {
+                memory.clear();
+                memory.reserve_exact(len);
+                memory.extend_from_slice(begin);
+                while memory.len() < len {
+                    let room = len - memory.len();
+                    some(
+                        self.socket
+                            .read_buf(&mut (&mut *memory).limit(room))
+                            .await?,
+                    )?;
+                }
+            }
+            Destination::Landing(landing) => {
+                landing
+                    .expect(len as u64)
+                    .map_err(|refusal| Failure::Refused {
+                        refusal,
+                        is_sound: false,
+                    })?;
+                landing.push(begin);
+                while !landing.is_whole() {
+                    let room = landing.room();
+                    if room.is_empty() {
+                        self.is_spent = true;
+                        return Ok(Reply::Bulk(Some(len)));
+                    }
+                    let count = some(self.socket.read(room).await?)?;
+                    landing.filled(count);
+                }
             }
         }
-        if value[len..] != *b"\r\n" {
+        let mut end = [0; 2];
+        end[..after.len()].copy_from_slice(after);
+        self.socket.read_exact(&mut end[after.len()..]).await?;
+        if end != *b"\r\n" {
             return Err(Failure::protocol("its answer does not end where it should"));
         }
-        value.truncate(len);
-        Ok(Reply::Bulk(Some(self.buffers.lend(value))))
+        Ok(Reply::Bulk(Some(len)))
+    }
+}
+
+/// Bytes that came, or the end where none was due.
+fn some(count: usize) -> Result<usize, Failure> {
+    match count {
+        0 => Err(Failure::Broken(io::ErrorKind::UnexpectedEof.into())),
+        count => Ok(count),
     }
 }
 
@@ -242,8 +315,8 @@ impl Wire {
 mod tests {
     use super::*;
 
-    /// What is made of an answer that comes in pieces of so many bytes.
-    fn reply_to(answer: &[u8], piece: usize, max_bytes: u64) -> Result<Reply, String> {
+    /// What is made of an answer that comes in pieces of so many bytes, and the bytes in it.
+    fn reply_to(answer: &[u8], piece: usize, most: u64) -> Result<(Reply, Vec<u8>), String> {
         let runtime = tokio::runtime::Builder::new_current_thread()
             .build()
             .expect("a runtime");
@@ -258,23 +331,27 @@ mod tests {
             });
             let mut wire = Wire {
                 socket: Box::pin(ours),
-                buffers: Buffers::default(),
+                is_spent: false,
                 is_secret: false,
             };
-            let reply = wire.reply(max_bytes).await;
+            let mut memory = Vec::new();
+            let reply = wire.reply(Destination::Memory(&mut memory, most)).await;
             sending.await.expect("no panic");
-            reply.map_err(|failure| failure.into_refusal().name().to_owned())
+            match reply {
+                Ok(reply) => Ok((reply, memory)),
+                Err(failure) => Err(failure.into_refusal().name().to_owned()),
+            }
         })
     }
 
     #[test]
     fn an_answer_is_read_in_any_pieces_or_refused() {
-        let bulk = |bytes: &'static [u8]| Ok(Reply::Bulk(Some(Bytes::from_static(bytes))));
+        let bulk = |bytes: &[u8]| Ok((Reply::Bulk(Some(bytes.len())), bytes.to_vec()));
         let refused = |name: &str| Err(name.to_owned());
         for piece in [1, 2, 3, 100] {
             let read = |answer: &[u8]| reply_to(answer, piece, 8);
-            assert_eq!(read(b"+OK\r\n"), Ok(Reply::Word("OK".into())));
-            assert_eq!(read(b"$-1\r\n"), Ok(Reply::Bulk(None)));
+            assert_eq!(read(b"+OK\r\n"), Ok((Reply::Word("OK".into()), Vec::new())));
+            assert_eq!(read(b"$-1\r\n"), Ok((Reply::Bulk(None), Vec::new())));
             assert_eq!(read(b"$0\r\n\r\n"), bulk(b""));
             assert_eq!(read(b"$5\r\na\r\nbc\r\n"), bulk(b"a\r\nbc"));
             assert_eq!(read(b"-OOM no\r\n"), refused("full"));
