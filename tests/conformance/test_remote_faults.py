@@ -380,6 +380,11 @@ def test_of_a_thousand_values_that_were_changed_none_is_used(server: Server) -> 
         server.ask("RPUSH", name, "x")
         assert remote.got(chain(1)) == [None]
         assert remote.faults()["server"] == 1
+        # It is not ours: no list of chunks names it, and none is refused for it.
+        remote.put(chain(3), [payload(3, 5000)])
+        remote.tier.clear()
+        assert server.ask("EXISTS", remote.name(key(3))) == 0
+        assert server.ask("EXISTS", name) == 1
 
 
 class HoldingProxy:

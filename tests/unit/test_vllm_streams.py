@@ -265,10 +265,8 @@ def damage(chunk: int) -> None:
     Shelf.chunks[name] = data[:-1] + bytes([data[-1] ^ 1]), metadata
 
 
-def test_it_ends_where_a_chunk_is_missing_and_the_rest_is_reported(loads: Loads) -> None:
-    damage(7)
-    req = request("r")
-    loads.worker._async_loads.begin(req, loads.worker._begin_load)
+def until_finished(loads: Loads) -> set[str]:
+    """The requests whose loads are over, once there are any."""
     finished: set[str] = set()
 
     def is_over() -> bool:
@@ -276,7 +274,33 @@ def test_it_ends_where_a_chunk_is_missing_and_the_rest_is_reported(loads: Loads)
         return bool(finished)
 
     until(is_over)
-    assert finished == {"r"}
+    return finished
+
+
+def test_a_request_that_has_gone_has_not_lost_its_load(loads: Loads) -> None:
+    shut(loads)
+    for is_left in (True, False):
+        loads.shelf.reads.clear()
+        loads.worker._async_loads.begin(request("r"), loads.worker._begin_load)
+        until(lambda: not loads.shelf.is_open.is_set())
+        if is_left:
+            loads.streams.stop("r")
+            assert until_finished(loads) == {"r"}
+        loads.shelf.before_read = lambda: None
+        loads.shelf.is_open.set()
+        loads.assert_idle()
+        assert loads.worker.counts["failed_loads"] == 0
+        # One of the same name that nobody leaves.
+        damage(7)
+        shut(loads)
+    assert until_finished(loads) == {"r"}
+    assert loads.worker.counts["failed_loads"] == 1
+
+
+def test_it_ends_where_a_chunk_is_missing_and_the_rest_is_reported(loads: Loads) -> None:
+    damage(7)
+    loads.worker._async_loads.begin(request("r"), loads.worker._begin_load)
+    assert until_finished(loads) == {"r"}
     assert loads.worker.take_failed_block_ids() == set(TO[7 * CHUNK // BLOCK :])
     loads.assert_loaded(7 * CHUNK)
     assert loads.worker.counts["failed_loads"] == 1

@@ -186,6 +186,10 @@ class LowerTiers:
         """Starts a load past host memory; None if it cannot begin."""
         return None if self._streams is None else self._streams.begin(req)
 
+    def take_stopped(self, req_id: str) -> bool:
+        """Whether a request had gone before its stream ended; told once."""
+        return self._streams is not None and self._streams.take_stopped(req_id)
+
     def poll(self) -> None:
         """To be called now and then."""
         if self._streams is not None:

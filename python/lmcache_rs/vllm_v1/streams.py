@@ -271,6 +271,8 @@ class Streams:
         self._wake: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._closed = False
+        # Requests that have gone, and whose streams have not been accounted for.
+        self._stopped: set[str] = set()
         self._behind: Any = None
         self.counts = {"streamed_loads": 0, "streamed_chunks": 0, "given_up_streams": 0}
 
@@ -301,8 +303,16 @@ class Streams:
         """The request has gone: what is not copied yet is not needed."""
         with self._lock:
             for stream in self._all():
-                if stream.req.req_id == req_id:
+                if stream.req.req_id == req_id and not stream.has_ended:
+                    self._stopped.add(req_id)
                     stream.finish()
+
+    def take_stopped(self, req_id: str) -> bool:
+        """Whether the request had gone before its stream ended; told once."""
+        with self._lock:
+            is_stopped = req_id in self._stopped
+            self._stopped.discard(req_id)
+            return is_stopped
 
     def poll(self) -> None:
         """Gives up on what is late. To be called now and then."""

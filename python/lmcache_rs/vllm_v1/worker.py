@@ -340,7 +340,6 @@ class LMCacheWorkerHalf:
     def _record_failed_blocks(self, req: ReqMeta, loaded_end: int) -> None:
         """Every block that was promised and does not hold what was promised."""
         assert req.load_spec is not None
-        self._counts["failed_loads"] += 1
         promised_end = req.load_spec.lmcache_cached_tokens
         failed = failed_blocks(req.block_ids, self._block_tokens, loaded_end, promised_end)
         if not req.load_spec.is_async:
@@ -357,11 +356,15 @@ class LMCacheWorkerHalf:
             if not self._num_readers:
                 # What the others have not read yet ends with the request, or its deadline.
                 self._engine.local_cpu.release(req.req_id)
+        if self._tiers.take_stopped(req.req_id):
+            # Nobody wants it any more.
+            return
+        self._counts["failed_loads"] += 1
         compat.logger.warning(
             "lmcache_rs: load of request %s ended at token %d of %d; %d blocks reported as failed",
             req.req_id,
             loaded_end,
-            req.load_spec.lmcache_cached_tokens,
+            promised_end,
             len(failed),
         )
 

@@ -327,7 +327,8 @@ fn scan(prefix: &str, cursor: &str) -> Cmd {
     pattern.push('*');
     let mut cmd = redis::cmd("SCAN");
     cmd.arg(cursor).arg("MATCH").arg(pattern);
-    cmd.arg("COUNT").arg(1000);
+    // What is no string is not ours, and has no length to ask for.
+    cmd.arg("COUNT").arg(1000).arg("TYPE").arg("string");
     cmd
 }
 
