@@ -24,22 +24,27 @@ class PlantedFaults(dict[str, tuple[Plant, tuple[str, ...]]]):
 
         return register
 
-    def require_found(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def require_found(
+        self,
+        name: str,
+        monkeypatch: pytest.MonkeyPatch,
+        schedule: Callable[[int], Schedule] = Schedule,
+    ) -> None:
         """Plants the fault; the search must see it, and by the rule that it breaks."""
         plant, rules = self[name]
         plant(monkeypatch)
-        found = first_violation()
+        found = first_violation(schedule)
         assert found is not None, f"{MOST_SCHEDULES} schedules did not see it"
         seed, violation = found
         print(f"schedule {seed}: {violation}")
         assert str(violation).startswith(rules)
 
 
-def first_violation() -> tuple[int, Violation] | None:
+def first_violation(schedule: Callable[[int], Schedule]) -> tuple[int, Violation] | None:
     """The first schedule that breaks a rule, and the rule."""
     for seed in range(MOST_SCHEDULES):
         try:
-            Schedule(seed).run()
+            schedule(seed).run()
         except Violation as violation:
             return seed, violation
     return None
