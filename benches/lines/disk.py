@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import shutil
 import tempfile
@@ -95,8 +94,8 @@ def put_and_get(bench: Bench, native: object, folder: Path, chunk_bytes: int) ->
     count = ROUND_BYTES // chunk_bytes
     # Into the folder that the tier makes.
     folder.mkdir(parents=True)
-    raw = Raw(folder / "raw", chunk_bytes, count)
-    ours_tier = Ours(native, folder, chunk_bytes, memoryview(raw.memory)[:chunk_bytes])
+    raw = Raw(native, folder / "raw", chunk_bytes, count)
+    ours_tier = Ours(native, folder, chunk_bytes, memoryview(os.urandom(chunk_bytes)))
     # As many of ours write at a time.
     write_depth = DEPTH // 2
     times: dict[str, list[float]] = {"put": [], "write": [], "get": [], "read": []}
@@ -171,12 +170,14 @@ def beside_the_peer(bench: Bench, native: object, folder: Path, chunk_bytes: int
 
 
 class Raw:
-    """Direct I/O of one file, from its beginning to its end."""
+    """Direct I/O of one file, from its beginning to its end, in memory of the kind that the tier's
+    is: how pages lie in it tells how large the requests are that reach the disk."""
 
-    def __init__(self, path: Path, piece: int, count: int) -> None:
-        self.memory = mmap.mmap(-1, piece * count)
-        self.memory.write(os.urandom(1 << 20) * (piece * count >> 20))
-        self._views = [memoryview(self.memory)[piece * i : piece * (i + 1)] for i in range(count)]
+    def __init__(self, native: object, path: Path, piece: int, count: int) -> None:
+        self._pool = native.LocalCpu(piece * count, 1000)  # type: ignore[attr-defined]
+        self._views = [memoryview(each) for each in self._pool.allocate([piece] * count)]
+        for view in self._views:
+            view[:] = os.urandom(1 << 20) * (piece >> 20)
         self._piece = piece
         self._path = path
         self._threads = ThreadPoolExecutor(DEPTH)
