@@ -115,7 +115,7 @@ impl ChunkMut {
     /// The bytes to write.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         // SAFETY: the store carved the extent from this region. The piece owns it alone, `&mut self` makes this borrow exclusive, and the bank
-        // keeps the mapping alive. Touched pages of a memfd are initialised memory.
+        // keeps the mapping alive. Touched pages are initialised memory.
         unsafe { slice::from_raw_parts_mut(self.piece.write_ptr(), self.piece.len) }
     }
 

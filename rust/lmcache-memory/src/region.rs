@@ -1,11 +1,13 @@
-//! One mapped piece of host memory: a memfd, shared from the start, unlinked by construction.
+//! One mapped piece of host memory, in huge pages where the system has them to give: a disk then reads into few
+//! pieces instead of many, and copies miss fewer translations.
 //!
 //! The pages are touched in parallel when the region is made, so that no page fault meets a copy and a
 //! lack of memory shows at start-up, not in the middle of a request. A forked child gets no part of it: it
 //! can neither write to the parent's pool nor keep it after the parent's end.
 //!
-//! A region may be made for other processes to read. Its descriptor is then kept, sealed against writes and
-//! against another size, and [`ForeignRegion`] is what the process that it is given to makes of it.
+//! A region may be made for other processes to read: a memfd, unlinked by construction, to which few systems give
+//! huge pages. Its descriptor is kept, sealed against writes and against another size, and [`ForeignRegion`] is what
+//! the process that it is given to makes of it.
 
 use std::fs;
 use std::io;
@@ -24,9 +26,12 @@ use crate::object::Place;
 /// Granularity of the region and of everything carved from it, in bytes.
 pub const PAGE_BYTES: usize = 4096;
 
+/// What a thread touches is whole pieces of so many bytes: a huge page of most systems.
+const HUGE_PAGE_BYTES: usize = 2 << 20;
+
 const MAX_TOUCH_THREADS: usize = 8;
 
-/// A mapped, touched, shared piece of memory. Unmapped when dropped.
+/// A mapped, touched piece of memory. Unmapped when dropped.
 #[derive(Debug)]
 pub struct Region {
     base: NonNull<u8>,
@@ -73,22 +78,27 @@ impl Region {
                 source,
             }
         };
-        let fd = create_memfd(len).map_err(failed("memfd_create"))?;
+        let descriptor = match is_shared {
+            true => Some(create_memfd(len).map_err(failed("memfd_create"))?),
+            false => None,
+        };
         let writable = libc::PROT_READ | libc::PROT_WRITE;
-        let base = map_shared(fd.as_fd(), len, writable).map_err(failed("mmap"))?;
+        let file = descriptor.as_ref().map(AsFd::as_fd);
+        let base = map(file, len, writable).map_err(failed("mmap"))?;
         let pid = process::id();
-        let mut region = Self {
+        let region = Self {
             base,
             len,
             pid,
-            descriptor: None,
+            descriptor,
         };
-        // The mapping holds the memory by itself; a descriptor would be inherited by forked children.
-        if is_shared {
+        if let Some(fd) = &region.descriptor {
             // From here on nobody can map it to write, not even this process.
-            seal(&fd).map_err(failed("fcntl(F_ADD_SEALS)"))?;
-            region.descriptor = Some(fd);
+            seal(fd).map_err(failed("fcntl(F_ADD_SEALS)"))?;
         }
+        // SAFETY: the mapping just made; its bytes stay as they are. A system without huge pages says so, and goes
+        // on with small ones.
+        let _ = unsafe { libc::madvise(base.as_ptr().cast(), len, libc::MADV_HUGEPAGE) };
         // SAFETY: the mapping just made; its bytes stay as they are.
         let outcome = unsafe { libc::madvise(base.as_ptr().cast(), len, libc::MADV_DONTFORK) };
         if outcome != 0 {
@@ -134,7 +144,7 @@ impl Region {
         let threads = thread::available_parallelism()
             .map_or(1, NonZeroUsize::get)
             .min(MAX_TOUCH_THREADS);
-        let part = self.len.div_ceil(threads).next_multiple_of(PAGE_BYTES);
+        let part = self.len.div_ceil(threads).next_multiple_of(HUGE_PAGE_BYTES);
         let base = self.base.as_ptr() as usize;
         thread::scope(|scope| {
             let parts = (0..self.len).step_by(part);
@@ -231,7 +241,7 @@ impl ForeignRegion {
         let asked = file.metadata().map_err(failed("fstat", 0))?.len();
         let len = usize::try_from(asked).ok().filter(|&len| len > 0);
         let len = len.ok_or(MemoryError::NotAPool)?;
-        let base = map_shared(file.as_fd(), len, libc::PROT_READ).map_err(failed("mmap", asked))?;
+        let base = map(Some(file.as_fd()), len, libc::PROT_READ).map_err(failed("mmap", asked))?;
         let pid = process::id();
         let region = Self { base, len, pid };
         // SAFETY: the mapping just made; its bytes stay as they are.
@@ -307,18 +317,14 @@ impl ForeignChunk {
     }
 }
 
-fn map_shared(fd: BorrowedFd<'_>, len: usize, access: libc::c_int) -> io::Result<NonNull<u8>> {
-    // SAFETY: a fresh mapping at an address of the kernel's choice; nothing of ours lies there.
-    let base = unsafe {
-        libc::mmap(
-            ptr::null_mut(),
-            len,
-            access,
-            libc::MAP_SHARED,
-            fd.as_raw_fd(),
-            0,
-        )
+/// Maps a file for all who have it, or memory of this process alone.
+fn map(file: Option<BorrowedFd<'_>>, len: usize, access: libc::c_int) -> io::Result<NonNull<u8>> {
+    let (flags, fd) = match file {
+        Some(file) => (libc::MAP_SHARED, file.as_raw_fd()),
+        None => (libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1),
     };
+    // SAFETY: a fresh mapping at an address of the kernel's choice; nothing of ours lies there.
+    let base = unsafe { libc::mmap(ptr::null_mut(), len, access, flags, fd, 0) };
     if base == libc::MAP_FAILED {
         return Err(io::Error::last_os_error());
     }
@@ -466,7 +472,7 @@ mod tests {
         unsafe { ptr::write_bytes(region.write_ptr(place.offset, 5), 7, 5) };
         assert_eq!(chunk.bytes(), [7; 5]);
         let writable = libc::PROT_READ | libc::PROT_WRITE;
-        assert!(map_shared(descriptor, region.len(), writable).is_err());
+        assert!(map(Some(descriptor), region.len(), writable).is_err());
         // SAFETY: asks for another size, which is refused; no memory is shared with the call.
         assert_ne!(unsafe { libc::ftruncate(descriptor.as_raw_fd(), 0) }, 0);
         // It outlives the owner's mapping.
