@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use lmcache_core::hash::ChunkHash;
 use lmcache_memory::local_cpu::LocalCpu;
-use lmcache_storage::backend::Backend;
+use lmcache_storage::backend::{Backend, Chunk};
 use lmcache_storage::remote::client::Refusal;
 use lmcache_storage::remote::{Options, RemoteTier, Serde};
 
@@ -337,15 +337,29 @@ fn a_value_that_cannot_be_read_keeps_no_other_from_being_cleared() {
 
 #[test]
 fn what_is_too_large_unpacked_is_not_sent_packed() {
+    const LIMIT: usize = 32 << 10;
     let options = Options {
-        max_value_bytes: CHUNK_BYTES as u64 / 2,
+        max_value_bytes: LIMIT as u64,
         serde: Serde::Lossless,
         ..options()
     };
-    let (tier, store, _) = tier(options);
-    put(&tier, NS, &chain([1]));
-    assert_eq!(store.num_puts(), 0);
-    assert_eq!(stat(&tier, "faults_too_large"), 1);
+    let (tier, store, pool) = tier(options);
+    // Of zeros: packed, they are a header and little more.
+    for (id, bytes) in [(1, LIMIT), (2, LIMIT + CHUNK_BYTES)] {
+        let allocated = pool.allocate(&[bytes]).expect("room");
+        let chunk = allocated.into_iter().map(|mut chunk| {
+            chunk.bytes_mut().fill(0);
+            Chunk {
+                object: chunk.seal_unpublished(),
+                form: None,
+                num_tokens: 256,
+            }
+        });
+        tier.put(NS, &chain([id]), chunk.collect());
+        assert!(tier.flush(WITHIN));
+        assert_eq!(store.num_puts(), 1);
+        assert_eq!(stat(&tier, "faults_too_large"), u64::from(bytes > LIMIT));
+    }
 }
 
 #[test]

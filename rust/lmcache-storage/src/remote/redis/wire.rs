@@ -313,7 +313,10 @@ fn some(count: usize) -> Result<usize, Failure> {
 
 #[cfg(test)]
 mod tests {
+    use lmcache_memory::local_cpu::LocalCpu;
+
     use super::*;
+    use crate::remote::Options;
 
     /// What is made of an answer that comes in pieces of so many bytes, and the bytes in it.
     fn reply_to(answer: &[u8], piece: usize, most: u64) -> Result<(Reply, Vec<u8>), String> {
@@ -372,6 +375,31 @@ mod tests {
             for cut in [&b""[..], b"+OK", b"$5\r\nab", b"$5\r\nabcde\r"] {
                 assert_eq!(read(cut), refused("unreachable"), "{cut:?}");
             }
+        }
+    }
+
+    #[test]
+    fn a_connection_with_an_answer_left_in_it_is_used_no_more() {
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .build()
+            .expect("a runtime");
+        let pool = LocalCpu::new(1 << 20, Duration::from_secs(60)).expect("memory");
+        // No object: of the longer one that is known before its end.
+        for (len, is_left) in [(100, false), (5000, true)] {
+            runtime.block_on(async {
+                let (mut theirs, ours) = tokio::io::duplex(1 << 16);
+                let answer = [format!("${len}\r\n").as_bytes(), &vec![0; len], b"\r\n"].concat();
+                theirs.write_all(&answer).await.expect("room for all");
+                let mut wire = Wire {
+                    socket: Box::pin(ours),
+                    is_spent: false,
+                    is_secret: false,
+                };
+                let mut landing = Landing::new("key".into(), &Options::default(), pool.clone());
+                let reply = wire.reply(Destination::Landing(&mut landing)).await;
+                assert_eq!(reply.ok(), Some(Reply::Bulk(Some(len))));
+                assert_eq!(wire.is_spent, is_left);
+            });
         }
     }
 
