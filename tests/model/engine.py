@@ -340,6 +340,7 @@ class Engine:
 
     def close(self) -> None:
         """Gives everything back, whatever happened before."""
+        self.transfers.is_closing = True
         self.scheduler.shutdown()
         self.worker.shutdown()
         gc.collect(0)

