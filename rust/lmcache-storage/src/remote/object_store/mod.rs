@@ -206,11 +206,16 @@ impl Store {
             Ok(()) => Self::body(answer, due, |piece| into.push(piece)).await,
             Err(refusal) => Err(refusal),
         };
-        match &landed {
-            Ok(()) => self.hints.note(name),
+        self.learn(name, landed).map(|()| true)
+    }
+
+    /// Passes on what came of a read; the hint is as good as that.
+    fn learn<T>(&self, name: &str, outcome: Result<T, Refusal>) -> Result<T, Refusal> {
+        match &outcome {
+            Ok(_) => self.hints.note(name),
             Err(_) => self.hints.drop(name),
         }
-        landed.map(|()| true)
+        outcome
     }
 
     async fn read_begin(&self, name: &str, max_bytes: u64) -> Result<Option<Bytes>, Refusal> {
@@ -222,15 +227,15 @@ impl Store {
             return Ok(None);
         };
         if due > max_bytes {
-            return Err(Refusal::TooLarge);
+            return self.learn(name, Err(Refusal::TooLarge));
         }
         let mut begin = Vec::with_capacity(due as usize);
-        Self::body(answer, due, |piece| {
+        let take = |piece: &[u8]| {
             begin.extend_from_slice(piece);
             true
-        })
-        .await?;
-        self.hints.note(name);
+        };
+        let came = Self::body(answer, due, take).await;
+        self.learn(name, came)?;
         Ok(Some(begin.into()))
     }
 
