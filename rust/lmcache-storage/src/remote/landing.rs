@@ -4,6 +4,7 @@
 use bytes::Bytes;
 use lmcache_memory::local_cpu::LocalCpu;
 use lmcache_memory::object::ChunkMut;
+use tokio::sync::oneshot::{self, Receiver, Sender};
 use tokio::task::block_in_place;
 
 use super::Options;
@@ -34,6 +35,38 @@ impl From<Defect> for Unusable {
     }
 }
 
+/// When a chunk is given its memory: in the order of the prefix, so that none takes the room that an earlier one
+/// needs.
+#[derive(Debug, Default)]
+pub(super) struct Turn {
+    before: Option<Receiver<()>>,
+    behind: Option<Sender<()>>,
+}
+
+impl Turn {
+    /// That of the first chunk, and then of each behind it.
+    pub(super) fn each() -> impl Iterator<Item = Self> {
+        let mut before = None;
+        std::iter::repeat_with(move || {
+            let (behind, next) = oneshot::channel();
+            Self {
+                before: before.replace(next),
+                behind: Some(behind),
+            }
+        })
+    }
+
+    /// Returns when it has come; false if an earlier chunk does not.
+    async fn come(&mut self) -> bool {
+        let has_come = match &mut self.before {
+            Some(before) => before.await.is_ok(),
+            None => true,
+        };
+        self.before = None;
+        has_come
+    }
+}
+
 /// A value on its way in.
 ///
 /// A client [expects](Self::expect) it with its size, and fills the [room](Self::room) for it until there is none,
@@ -46,6 +79,7 @@ pub struct Landing {
     max_bytes: u64,
     max_payload_bytes: u64,
     pool: LocalCpu,
+    turn: Turn,
     due: u64,
     came: u64,
     state: State,
@@ -55,6 +89,8 @@ pub struct Landing {
 enum State {
     /// Its beginning: `bytes` are as many as are wanted before more is known, and filled as far as it came.
     Header(Vec<u8>),
+    /// Its payload is to come, and has no memory yet.
+    Placing(Box<(Description, Check)>),
     Payload(Box<Payload>),
     /// Packed: unpacked as a whole.
     Packed(Vec<u8>),
@@ -72,7 +108,7 @@ struct Payload {
 
 impl Landing {
     /// A value that is to be the chunk of `key`, in memory of `pool`.
-    pub(super) fn new(key: String, options: &Options, pool: LocalCpu) -> Self {
+    pub(super) fn new(key: String, options: &Options, pool: LocalCpu, turn: Turn) -> Self {
         // No more than fits: what is larger is not ours to read.
         let most = pool.capacity_bytes() + MAX_HEADER_BYTES;
         Self {
@@ -81,6 +117,7 @@ impl Landing {
             max_bytes: most.min(options.max_value_bytes),
             max_payload_bytes: options.max_value_bytes,
             pool,
+            turn,
             due: 0,
             came: 0,
             state: State::Header(Vec::new()),
@@ -110,7 +147,12 @@ impl Landing {
 
     /// Where the next bytes go, never more than are missing. Empty when all have come, or when the rest is not
     /// wanted any more.
-    pub fn room(&mut self) -> &mut [u8] {
+    pub async fn room(&mut self) -> &mut [u8] {
+        if let State::Placing(of) = &self.state {
+            let bytes = of.0.payload_bytes;
+            let placed = self.place(bytes).await;
+            self.place_payload(placed);
+        }
         let came = self.came as usize;
         match &mut self.state {
             State::Header(bytes) => &mut bytes[came..],
@@ -124,7 +166,7 @@ impl Landing {
                 bytes.resize(end, 0);
                 &mut bytes[came..]
             }
-            State::Unusable(_) => &mut [],
+            State::Placing(_) | State::Unusable(_) => &mut [],
         }
     }
 
@@ -146,14 +188,14 @@ impl Landing {
                     .update(&payload.chunk.bytes_mut()[payload.at..end]);
                 payload.at = end;
             }
-            State::Packed(_) | State::Unusable(_) => {}
+            State::Placing(_) | State::Packed(_) | State::Unusable(_) => {}
         }
     }
 
     /// Takes bytes in that lie elsewhere; false if there is no room for all of them.
-    pub fn push(&mut self, mut bytes: &[u8]) -> bool {
+    pub async fn push(&mut self, mut bytes: &[u8]) -> bool {
         while !bytes.is_empty() {
-            let room = self.room();
+            let room = self.room().await;
             if room.is_empty() {
                 return false;
             }
@@ -179,9 +221,9 @@ impl Landing {
     ///
     /// # Errors
     /// [`Refusal::TooLarge`].
-    pub fn take(&mut self, value: &Bytes) -> Result<(), Refusal> {
+    pub async fn take(&mut self, value: &Bytes) -> Result<(), Refusal> {
         self.expect(value.len() as u64)?;
-        self.push(value);
+        self.push(value).await;
         Ok(())
     }
 
@@ -207,34 +249,63 @@ impl Landing {
             std::cmp::Ordering::Greater => return Err(Defect::Length.into()),
             std::cmp::Ordering::Equal => {}
         }
-        let chunk = room_in(&self.pool, payload_bytes)?;
-        self.state = State::Payload(Box::new(Payload {
-            check: header.check(),
-            description: header.description,
-            chunk,
-            at: 0,
-        }));
+        let check = header.check();
+        self.state = State::Placing(Box::new((header.description, check)));
         Ok(())
     }
 
+    fn place_payload(&mut self, placed: Result<ChunkMut, Unusable>) {
+        let due = State::Header(Vec::new());
+        let State::Placing(of) = std::mem::replace(&mut self.state, due) else {
+            return;
+        };
+        let (description, check) = *of;
+        self.state = match placed {
+            Ok(chunk) => State::Payload(Box::new(Payload {
+                description,
+                check,
+                chunk,
+                at: 0,
+            })),
+            Err(unusable) => State::Unusable(unusable),
+        };
+    }
+
+    /// Memory for a payload, when it is its turn.
+    async fn place(&mut self, bytes: u64) -> Result<ChunkMut, Unusable> {
+        if !self.turn.come().await {
+            return Err(Unusable::NoRoom(bytes));
+        }
+        let allocated = self.pool.allocate(&[bytes as usize]);
+        let chunk = allocated.and_then(|mut one| one.pop());
+        let chunk = chunk.ok_or(Unusable::NoRoom(bytes))?;
+        if let Some(behind) = self.turn.behind.take() {
+            // Gone, if nobody asks for the next one.
+            let _ = behind.send(());
+        }
+        Ok(chunk)
+    }
+
     /// The chunk, verified.
-    pub(super) fn finish(self) -> Result<Arrival, Unusable> {
-        let (mut chunk, mut description) = match self.state {
+    pub(super) async fn finish(mut self) -> Result<Arrival, Unusable> {
+        // One without a payload was never asked for room.
+        self.room().await;
+        let state = std::mem::replace(&mut self.state, State::Header(Vec::new()));
+        let (mut chunk, mut description) = match state {
             State::Unusable(unusable) => return Err(unusable),
             // Its end came before that of its header.
-            State::Header(_) => return Err(Defect::Truncated.into()),
+            State::Header(_) | State::Placing(_) => return Err(Defect::Truncated.into()),
             State::Payload(payload) => {
                 payload.check.finish()?;
                 (payload.chunk, payload.description)
             }
             State::Packed(bytes) => {
                 // As long as a large copy and more: others go on meanwhile.
-                block_in_place(|| {
-                    let sealed = Sealed::open(&bytes, &self.key, self.max_payload_bytes)?;
-                    let mut chunk = room_in(&self.pool, sealed.description.payload_bytes)?;
-                    sealed.unpack(chunk.bytes_mut())?;
-                    Ok::<_, Unusable>((chunk, sealed.description))
-                })?
+                let (key, most) = (self.key.clone(), self.max_payload_bytes);
+                let sealed = block_in_place(|| Sealed::open(&bytes, &key, most))?;
+                let mut chunk = self.place(sealed.description.payload_bytes).await?;
+                block_in_place(|| sealed.unpack(chunk.bytes_mut()))?;
+                (chunk, sealed.description)
             }
         };
         if let Some(positions) = description.positions.take() {
@@ -244,15 +315,11 @@ impl Landing {
     }
 }
 
-fn room_in(pool: &LocalCpu, bytes: u64) -> Result<ChunkMut, Unusable> {
-    let allocated = pool.allocate(&[bytes as usize]);
-    let chunk = allocated.and_then(|mut one| one.pop());
-    chunk.ok_or(Unusable::NoRoom(bytes))
-}
-
 #[cfg(test)]
 mod tests {
     use std::time::Duration;
+
+    use futures_util::FutureExt as _;
 
     use super::*;
     use crate::object_form;
@@ -269,12 +336,17 @@ mod tests {
         }
     }
 
+    /// What comes of something that waits for nothing.
+    fn ready<T>(future: impl Future<Output = T>) -> T {
+        future.now_or_never().expect("nothing is before it")
+    }
+
     fn pool(bytes: u64) -> LocalCpu {
         LocalCpu::new(bytes, Duration::from_secs(60)).expect("memory")
     }
 
     fn landing(pool: &LocalCpu, key: &str, options: &Options) -> Landing {
-        Landing::new(key.to_owned(), options, pool.clone())
+        Landing::new(key.to_owned(), options, pool.clone(), Turn::default())
     }
 
     /// What a value becomes that comes in pieces of so many bytes: its payload, or why there is none.
@@ -282,12 +354,12 @@ mod tests {
         let mut landing = landing(pool, key, &Options::default());
         landing.expect(value.len() as u64).expect("small enough");
         for part in value.chunks(piece) {
-            if !landing.push(part) {
-                assert!(landing.room().is_empty(), "and stays so");
+            if !ready(landing.push(part)) {
+                assert!(ready(landing.room()).is_empty(), "and stays so");
                 break;
             }
         }
-        match landing.finish() {
+        match ready(landing.finish()) {
             Ok(mut arrival) => Ok(arrival.chunk.bytes_mut().to_vec()),
             Err(Unusable::Defect(defect)) => Err(defect.name().to_owned()),
             Err(Unusable::NoRoom(bytes)) => Err(format!("no room for {bytes}")),
@@ -373,10 +445,40 @@ mod tests {
         let mut landing = landing(&pool, KEY, &Options::default());
         for end in [3, 4096, 9000, value.len()] {
             landing.expect(value.len() as u64).expect("small enough");
-            assert!(landing.push(&value[..end]));
+            assert!(ready(landing.push(&value[..end])));
             assert_eq!(landing.is_whole(), end == value.len());
         }
-        let mut arrival = landing.finish().expect("whole");
+        let mut arrival = ready(landing.finish()).expect("whole");
         assert_eq!(arrival.chunk.bytes_mut(), &payload[..]);
+    }
+
+    #[test]
+    fn memory_is_given_in_the_order_of_the_prefix() {
+        let pool = pool(1 << 20);
+        let payload = vec![7; 10_000];
+        let header = description(&payload, None).seal(&payload).expect("fits");
+        let value = [&header[..], &payload].concat();
+        let is_all_free = || pool.audit().free_bytes == pool.capacity_bytes();
+        for comes in [true, false] {
+            let mut both = Turn::each().map(|turn| {
+                let (key, pool) = (KEY.to_owned(), pool.clone());
+                let mut landing = Landing::new(key, &Options::default(), pool, turn);
+                landing.expect(value.len() as u64).expect("small enough");
+                landing
+            });
+            let (mut first, mut second) = (both.next().expect("one"), both.next().expect("two"));
+            {
+                let mut pushing = Box::pin(second.push(&value));
+                assert!(pushing.as_mut().now_or_never().is_none(), "not yet");
+                assert!(is_all_free());
+                if comes {
+                    assert!(ready(first.push(&value)));
+                } else {
+                    drop(first);
+                }
+                assert_eq!(pushing.as_mut().now_or_never(), Some(comes));
+            }
+            assert_eq!(ready(second.finish()).is_ok(), comes);
+        }
     }
 }

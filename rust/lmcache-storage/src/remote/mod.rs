@@ -148,7 +148,7 @@ struct Shared {
     /// Whether reads are, to a server that does not let us.
     read_hold: Hold,
     line: Line,
-    read_permits: Semaphore,
+    read_permits: Arc<Semaphore>,
     put_permits: Arc<Semaphore>,
     /// Namespaces that were used, by what names have of them.
     namespaces: Mutex<HashMap<String, Arc<str>>>,
@@ -200,7 +200,7 @@ impl RemoteTier {
             hold: Hold::default(),
             read_hold: Hold::default(),
             line: Line::new(options.max_queued_bytes),
-            read_permits: Semaphore::new(operations),
+            read_permits: Arc::new(Semaphore::new(operations)),
             put_permits: Arc::new(Semaphore::new(operations.div_ceil(2))),
             namespaces: Mutex::default(),
             owed: Mutex::default(),

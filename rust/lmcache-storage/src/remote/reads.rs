@@ -10,10 +10,11 @@ use futures_util::{StreamExt, stream};
 use lmcache_core::hash::ChunkHash;
 use lmcache_memory::local_cpu::LocalCpu;
 use parking_lot::{Condvar, Mutex};
+use tokio::sync::OwnedSemaphorePermit;
 use tokio::task::JoinHandle;
 
 use super::client::Refusal;
-use super::landing::{Landing, Unusable};
+use super::landing::{Landing, Turn, Unusable};
 use super::{Shared, add};
 use crate::backend::Arrival;
 use crate::object_form::key_text;
@@ -122,13 +123,24 @@ async fn read(
 ) {
     let shared = &shared;
     let names = shared.names.of_each(&namespace, &hashes);
-    let landings = hashes.into_iter().map(|hash| {
+    let landings = hashes.into_iter().zip(Turn::each()).map(|(hash, turn)| {
         let key = key_text(&namespace, hash);
-        Landing::new(key, &shared.options, pool.clone())
+        Landing::new(key, &shared.options, pool.clone(), turn)
     });
     // Each is a task of its own: one thread alone may be slower than the network.
     let mut values = stream::iter(names.into_iter().zip(landings))
-        .map(|(name, landing)| Fetch(tokio::spawn(fetch(Arc::clone(shared), name, landing))))
+        .map(|(name, landing)| async move {
+            // In the order of the prefix, as memory is: none that has a permit waits for one without.
+            let permits = Arc::clone(&shared.read_permits);
+            let permit = permits.acquire_owned().await.ok()?;
+            Fetch(tokio::spawn(fetch(
+                Arc::clone(shared),
+                name,
+                landing,
+                permit,
+            )))
+            .await
+        })
         .buffered(shared.options.operations);
     while let Some(Some((name, outcome))) = values.next().await {
         match outcome {
@@ -162,14 +174,18 @@ async fn read(
 type Fetched = (String, Result<(Arrival, u64), Unusable>);
 
 /// One value; `None` if there is none.
-async fn fetch(shared: Arc<Shared>, name: String, mut landing: Landing) -> Option<Fetched> {
-    let _permit = shared.read_permits.acquire().await.ok()?;
+async fn fetch(
+    shared: Arc<Shared>,
+    name: String,
+    mut landing: Landing,
+    _permit: OwnedSemaphorePermit,
+) -> Option<Fetched> {
     let got = shared.client.get(&name, &mut landing);
     if !shared.call("get", got).await? {
         return None;
     }
     let received = landing.came();
-    let outcome = landing.finish().map(|arrival| (arrival, received));
+    let outcome = landing.finish().await.map(|arrival| (arrival, received));
     Some((name, outcome))
 }
 

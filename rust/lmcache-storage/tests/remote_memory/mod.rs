@@ -190,7 +190,7 @@ impl Client for Store {
             self.gets_now.fetch_sub(1, Ordering::Relaxed);
             self.react(false).await?;
             match self.value(name) {
-                Some(value) => into.take(&value).map(|()| true),
+                Some(value) => into.take(&value).await.map(|()| true),
                 None => Ok(false),
             }
         })

@@ -26,7 +26,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use futures_util::{StreamExt, future::join_all, stream};
+use futures_util::stream::{self, BoxStream};
+use futures_util::{StreamExt, future::join_all};
 use object_store::list::{PaginatedListOptions, PaginatedListStore};
 use object_store::path::Path;
 use object_store::{GetOptions, GetRange, GetResult, ObjectStore, ObjectStoreExt, PutPayload};
@@ -152,60 +153,27 @@ impl Store {
         Ok(count)
     }
 
-    /// Hands on the bytes of an answer, which are as many as it said, until they are not wanted any more.
-    async fn body(
-        answer: GetResult,
-        due: u64,
-        mut take: impl FnMut(&[u8]) -> bool,
-    ) -> Result<(), Refusal> {
-        let mut came = 0;
-        let mut pieces = answer.into_stream();
-        while let Some(piece) = pieces.next().await {
-            let piece = piece.map_err(|_| {
-                // To the crate it cannot be decoded: it ended.
-                let words = format!("an answer broke off after {came} of {due} bytes");
-                Refusal::Unreachable(words)
-            })?;
-            came += piece.len() as u64;
-            if came > due {
-                return Err(Refusal::Protocol(
-                    "an answer longer than it said".to_owned(),
-                ));
-            }
-            if !take(&piece) {
-                return Ok(());
-            }
-        }
-        if came < due {
-            let words = format!("an answer ended after {came} of {due} bytes");
-            return Err(Refusal::Unreachable(words));
-        }
-        Ok(())
-    }
-
-    async fn answer(
-        &self,
-        name: &str,
-        options: GetOptions,
-    ) -> Result<Option<(GetResult, u64)>, Refusal> {
+    async fn answer(&self, name: &str, options: GetOptions) -> Result<Option<Body>, Refusal> {
         let path = self.path(name)?;
         let outcome = self.objects.get_opts(&path, options).await;
         let found = self.found(name, outcome)?;
-        Ok(found.map(|answer| {
-            let due = answer.range.end - answer.range.start;
-            (answer, due)
-        }))
+        Ok(found.map(Body::of))
     }
 
     async fn land(&self, name: &str, into: &mut Landing) -> Result<bool, Refusal> {
-        let answer = self.answer(name, GetOptions::default()).await?;
-        let Some((answer, due)) = answer else {
+        let Some(mut body) = self.answer(name, GetOptions::default()).await? else {
             return Ok(false);
         };
-        let landed = match into.expect(due) {
-            Ok(()) => Self::body(answer, due, |piece| into.push(piece)).await,
-            Err(refusal) => Err(refusal),
+        let landed = async {
+            into.expect(body.due)?;
+            while let Some(piece) = body.next().await? {
+                if !into.push(&piece).await {
+                    break;
+                }
+            }
+            Ok(())
         };
+        let landed = landed.await;
         self.learn(name, landed).map(|()| true)
     }
 
@@ -223,20 +191,21 @@ impl Store {
             range: Some(GetRange::Bounded(0..max_bytes)),
             ..GetOptions::default()
         };
-        let Some((answer, due)) = self.answer(name, options).await? else {
+        let Some(mut body) = self.answer(name, options).await? else {
             return Ok(None);
         };
-        if due > max_bytes {
-            return self.learn(name, Err(Refusal::TooLarge));
-        }
-        let mut begin = Vec::with_capacity(due as usize);
-        let take = |piece: &[u8]| {
-            begin.extend_from_slice(piece);
-            true
+        let read = async {
+            if body.due > max_bytes {
+                return Err(Refusal::TooLarge);
+            }
+            let mut begin = Vec::with_capacity(body.due as usize);
+            while let Some(piece) = body.next().await? {
+                begin.extend_from_slice(&piece);
+            }
+            Ok(Some(begin.into()))
         };
-        let came = Self::body(answer, due, take).await;
-        self.learn(name, came)?;
-        Ok(Some(begin.into()))
+        let read = read.await;
+        self.learn(name, read)
     }
 
     async fn delete(&self, names: &[String]) -> Result<usize, Refusal> {
@@ -262,6 +231,48 @@ impl Store {
             }
         }
         Ok(count)
+    }
+}
+
+/// The bytes of an answer, which are as many as it said.
+struct Body {
+    pieces: BoxStream<'static, object_store::Result<Bytes>>,
+    came: u64,
+    due: u64,
+}
+
+impl Body {
+    fn of(answer: GetResult) -> Self {
+        Self {
+            came: 0,
+            due: answer.range.end - answer.range.start,
+            pieces: answer.into_stream(),
+        }
+    }
+
+    /// The next piece; `None` behind the last.
+    async fn next(&mut self) -> Result<Option<Bytes>, Refusal> {
+        let (came, due) = (self.came, self.due);
+        match self.pieces.next().await {
+            Some(Ok(piece)) => {
+                self.came += piece.len() as u64;
+                if self.came > due {
+                    let words = "an answer longer than it said".to_owned();
+                    return Err(Refusal::Protocol(words));
+                }
+                Ok(Some(piece))
+            }
+            // To the crate it cannot be decoded: it ended.
+            Some(Err(_)) => {
+                let words = format!("an answer broke off after {came} of {due} bytes");
+                Err(Refusal::Unreachable(words))
+            }
+            None if came < due => {
+                let words = format!("an answer ended after {came} of {due} bytes");
+                Err(Refusal::Unreachable(words))
+            }
+            None => Ok(None),
+        }
     }
 }
 

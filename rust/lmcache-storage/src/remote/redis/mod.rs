@@ -241,7 +241,7 @@ impl Client for Redis {
                 return Ok(len > 0);
             }
             match self.light_range(name, bytes).await? {
-                Some(value) => into.take(&value).map(|()| true),
+                Some(value) => into.take(&value).await.map(|()| true),
                 None => Ok(false),
             }
         })

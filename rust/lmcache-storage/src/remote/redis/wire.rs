@@ -281,9 +281,9 @@ impl Wire {
                         refusal,
                         is_sound: false,
                     })?;
-                landing.push(begin);
+                landing.push(begin).await;
                 while !landing.is_whole() {
-                    let room = landing.room();
+                    let room = landing.room().await;
                     if room.is_empty() {
                         self.is_spent = true;
                         return Ok(Reply::Bulk(Some(len)));
@@ -317,6 +317,7 @@ mod tests {
 
     use super::*;
     use crate::remote::Options;
+    use crate::remote::landing::Turn;
 
     /// What is made of an answer that comes in pieces of so many bytes, and the bytes in it.
     fn reply_to(answer: &[u8], piece: usize, most: u64) -> Result<(Reply, Vec<u8>), String> {
@@ -395,7 +396,9 @@ mod tests {
                     is_spent: false,
                     is_secret: false,
                 };
-                let mut landing = Landing::new("key".into(), &Options::default(), pool.clone());
+                let turn = Turn::default();
+                let mut landing =
+                    Landing::new("key".into(), &Options::default(), pool.clone(), turn);
                 let reply = wire.reply(Destination::Landing(&mut landing)).await;
                 assert_eq!(reply.ok(), Some(Reply::Bulk(Some(len))));
                 assert_eq!(wire.is_spent, is_left);
