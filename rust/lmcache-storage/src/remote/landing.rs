@@ -146,7 +146,7 @@ impl Landing {
     }
 
     /// Where the next bytes go, never more than are missing. Empty when all have come, or when the rest is not
-    /// wanted any more.
+    /// wanted any more. A payload waits for its memory until the chunks before it have theirs.
     pub async fn room(&mut self) -> &mut [u8] {
         if let State::Placing(of) = &self.state {
             let bytes = of.0.payload_bytes;
